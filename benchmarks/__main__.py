@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: every benchmark after another, each in a process of its own; exits 1 if one refuses."""
+"""`python -m benchmarks` runs all benchmarks in sequence, each in its own process; it exits with 1 if one fails."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ALL: tuple[tuple[str, ...], ...] = (
     ("tracking",),
     ("search_overhead",),
 )
-"""Module and options, in the order in which they are run."""
+"""Module and options of each benchmark, in running order."""
 
 
 def main() -> int:
-    """Runs the benchmarks asked for and returns how the worst one ended."""
+    """Runs the selected benchmarks and returns their highest exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", choices=[*(words[0] for words in ALL), []], help="which; all by default")
     args = parser.parse_args()

@@ -1,18 +1,18 @@
-"""`python -m benchmarks.any_model`: models that nobody here tuned for, under the control loop and under PyTorch's best.
+"""`python -m benchmarks.any_model` compares the control loop with PyTorch's fastest setups on models not tuned for.
 
-    amp              autocast to BF16 as PyTorch's tutorial writes it, eager; the optimizer is fused
+    amp              autocast to BF16 as in PyTorch's tutorial, eager, with a fused optimizer
     reduce-overhead  the same compiled with `torch.compile(mode="reduce-overhead")`, images in channels_last
     graph            the whole step, compiled, in one CUDA graph captured by hand: passes, gradients, optimizer
-    loop             `ControlLoop` by its defaults at this batch size: a tick every 50 steps, curvature every 200
-    bare             the same without ticks, curvature and changes of precision
+    loop             `ControlLoop` with its defaults at this batch size: a tick every 50 steps, curvature every 200
+    bare             loop, without ticks, curvature and changes of precision
     checkpointed     bare, with activation_checkpointing
     lean             bare, with weights="split" and step_in_backward
     lean-8bit        lean, with optimizer_state="8bit"
 
-Each runs in a process of its own: memory is what NVML sees of a process. With `--prewarm` all compile at once first,
-and what is then measured starts from a warm cache. Data are noise with a weak signal, a tenth of the labels wrong. All
+Each runs in its own process, because NVML reports memory per process. With `--prewarm` all compile concurrently first,
+so that measurements start from a warm cache. Data are noise with a weak signal; a tenth of the labels is random. All
 methods see the same batches in the same order, so that their losses can be compared.
-The classifiers of timm, torchvision and transformers need these packages; without them their rows are left out.
+Models of timm, torchvision and transformers are left out if these packages are not installed.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from triaccel_ray.model.pytree import map_tensors
 OURS = ("loop", "bare", "checkpointed", "lean", "lean-8bit")
 METHODS = ("amp", "reduce-overhead", "graph", *OURS)
 LOSS_STEPS = (180, 200)
-"""Steps over which the training loss is compared."""
+"""Range of steps over which the training loss is averaged for comparison."""
 Step = Callable[[], Any]
 
 
 class Samples(torch.utils.data.Dataset[Any]):
-    """A map-style data set of (mapping, target), as tokenizers give it."""
+    """A map-style data set of (mapping, target) pairs, as for tokenized text."""
 
     def __init__(self, job: Job) -> None:
         self._inputs, self._targets = map_tensors(Tensor.cpu, job.inputs), job.targets.cpu()
@@ -58,12 +58,12 @@ class Samples(torch.utils.data.Dataset[Any]):
 
 
 def optimizer_of(job: Job) -> torch.optim.Optimizer:
-    """Returns the optimizer that all methods use."""
+    """Returns the optimizer, which is the same for all methods."""
     return torch.optim.AdamW(job.model.parameters(), lr=3e-4, weight_decay=0.01, fused=True, capturable=True)
 
 
 def batches(job: Job) -> Iterator[tuple[Any, Tensor]]:
-    """Yields batches in a new random order each epoch, the control loop's, drawn from tensors on the GPU."""
+    """Yields batches from tensors on the GPU, in the control loop's random order of each epoch."""
     for epoch in itertools.count():
         order = epoch_order(len(job.targets), seed=0, epoch=epoch).cuda()
         for part in order.split(job.batch_size):
@@ -75,7 +75,7 @@ def _rows(indices: Tensor, tensor: Tensor) -> Tensor:
 
 
 def peer(job: Job, method: str) -> tuple[Step, Callable[[], Tensor]]:
-    """Returns a function that makes a step, and one that returns the last step's loss."""
+    """Returns a PyTorch method as a function that makes a step and one that returns the last step's loss."""
     model, optimizer = job.model.train(), optimizer_of(job)
     if method != "amp" and job.is_image:
         model.to(memory_format=torch.channels_last)
@@ -123,7 +123,7 @@ def _graphed(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         loss = work()
-    job.model.load_state_dict(before)  # as if nothing had been tried
+    job.model.load_state_dict(before)  # undo the warm-up steps
     for state in optimizer.state.values():
         for tensor in state.values():
             tensor.zero_()
@@ -149,7 +149,7 @@ def _loss(job: Job, forward: Any, inputs: Any, targets: Tensor) -> Tensor:
 
 
 def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
-    """Returns a function that makes a step, one that returns the last step's loss, and the loop."""
+    """Returns a function that makes a step, one that returns the last step's loss, and the loop with its ticks."""
     from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, ExecutionConfig, PrecisionConfig
     from triaccel_ray.cuda.allocator import hold_less
 
@@ -178,7 +178,7 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
 
 
 def run(name: str, method: str, num_steps: int, seed: int) -> dict[str, Any]:
-    """Returns the figures of one model under one method."""
+    """Trains one model with one method and returns the measurements."""
     began = time.perf_counter()
     job = job_of(name, seed)
     torch.cuda.synchronize()
@@ -238,7 +238,7 @@ def _peak_mib() -> float:
 
 
 def main() -> int:
-    """Prints a line for each run; returns 1 when one failed."""
+    """Prints a line for each run; returns 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)

@@ -1,10 +1,10 @@
-"""Batch normalisation, residual sum and activation: the kernels beside cuDNN and torch.compile, forward and backward.
+"""Batch normalization, residual sum and activation: the kernels against cuDNN and torch.compile, forward and backward.
 
     python -m benchmarks.batch_norm_act [--without-compile]
 
-FP16. Inputs rotate among sets of tensors that together exceed the L2 cache several times over, so every figure includes
-reading from memory. The floor counts what must be moved: each direction reads its tensors twice, because statistics
-come first, and writes its results once. `--without-compile` leaves out torch.compile, which takes minutes.
+FP16. Inputs rotate among sets of tensors that together exceed the L2 cache several times over, so every time includes
+reading from memory. The floor counts the bytes that must move: each direction reads its tensors twice, because
+statistics come first, and writes its results once. `--without-compile` skips torch.compile, which takes minutes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOLERANCE = 2.0**-10
 
 @dataclass(frozen=True)
 class Shape:
-    """One norm of a network."""
+    """Shape and options of one norm of a network."""
 
     batch: int
     channels: int
@@ -47,9 +47,9 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """Must be moved: x twice, residual, y; then x and dy twice, dx, and with a sum y (its ReLU's mask) and dz.
+        """Bytes that must move: x twice, residual, y; then x and dy twice, dx, and with a sum y (ReLU's mask) and dz.
 
-        dz is written by the first pass over dy, which spares the second one dy and y.
+        The first pass over dy writes dz, so that the second need not read dy and y.
         """
         keeps_output = self.has_residual and self.activation != "none"
         passes = 3 + self.has_residual + 5 + 2 * keeps_output
@@ -66,10 +66,10 @@ SHAPES = [
 
 
 class Inputs:
-    """Tensors of one call."""
+    """Random tensors for one call."""
 
     def __init__(self, shape: Shape) -> None:
-        """Draws them."""
+        """Draws the tensors on the GPU."""
 
         def draw() -> Tensor:
             size = (shape.batch, shape.channels, shape.size, shape.size)
@@ -92,14 +92,14 @@ class Inputs:
 
 
 def fused(function: Callable[..., Tensor], inputs: Inputs, shape: Shape) -> tuple[Tensor, ...]:
-    """Returns the results of the kernels, of their reference, or of that compiled."""
+    """Returns the results of `function`: the kernels, their reference, or the compiled reference."""
     given = (inputs.x, inputs.weight, inputs.bias, inputs.running)
     how: dict[str, Any] = {"eps": 1e-5, "activation": shape.activation, "residual": inputs.residual}
     return inputs.differentiate(function(*given, **how))
 
 
 def cudnn(inputs: Inputs, shape: Shape) -> tuple[Tensor, ...]:
-    """Returns the results of PyTorch's own operations, in place where a network would."""
+    """Returns the results of PyTorch's own operations, in place where networks usually are."""
     running = inputs.running
     assert running.num_batches is not None
     running.num_batches.add_(1)
@@ -111,7 +111,7 @@ def cudnn(inputs: Inputs, shape: Shape) -> tuple[Tensor, ...]:
 
 
 def wrong() -> Iterator[str]:
-    """Yields the shapes for which a result of the kernels is wrong, against FP64."""
+    """Yields the shapes for which the kernels' results differ too much from FP64."""
     for shape in SHAPES:
         inputs = Inputs(shape)
         results = fused(batch_norm_act, inputs, shape)

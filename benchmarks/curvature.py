@@ -1,7 +1,7 @@
-"""Curvature of ResNet-18 (CIFAR stem), 21 layers, each method and the usual way: `python -m benchmarks.curvature`.
+"""Curvature of ResNet-18 (CIFAR stem), 21 layers: our methods and `torch.func`'s. `python -m benchmarks.curvature`.
 
-The network is trained for some steps on random but learnable images first, so that its spectra are not those of an
-initialisation. Every spectrum of ours is compared with FP64 per-sample gradients and LAPACK.
+The network first trains for some steps on random but learnable images, so that its spectra are not those of an
+initialization. Our spectra are checked against FP64 per-sample gradients and LAPACK.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ NUM_CLASSES = 10
 TOLERANCES: dict[CurvatureMethod, tuple[float, float]] = {
     "fisher": (5e-3, 1e-2), "ggn": (5e-3, 1e-2), "hessian": (0.1, 0.25),
 }  # fmt: skip
-"""Relative errors of the largest eigenvalue, and of any of the five that is at least 1e-3 of the largest; smaller ones
-count as if they were. Power iteration stops after 20 Hessian-vector products, before it has converged."""
+"""Allowed relative errors of the largest and of any of the five eigenvalues; those below 1e-3 of the largest are
+compared as if they were that large. Power iteration stops after 20 Hessian-vector products, before it converges."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A network with samples to measure it on."""
+    """A network, and the samples to measure its curvature on."""
 
     model: nn.Module
     layers: Sequence[Layer]
@@ -46,19 +46,19 @@ class Case:
 
 
 def learnable_images(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Returns noise with a faint pattern of its class in it: something to learn, and not all at once."""
+    """Returns noise images with a faint pattern per class, so that learning takes some steps."""
     patterns = torch.randn(NUM_CLASSES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     classes = torch.randint(NUM_CLASSES, (count,), generator=generator)
     inputs = torch.randn(count, 3, 32, 32, generator=generator) + 0.1 * patterns[classes]
-    # A third of the labels is wrong: the loss then stays away from 0, where curvature would vanish.
+    # A third of the labels are random, which keeps the loss away from 0, where curvature would vanish.
     wrong = torch.randint(NUM_CLASSES, (count,), generator=generator)
     targets = torch.where(torch.rand(count, generator=generator) < 1 / 3, wrong, classes)
     return inputs.cuda(), targets.cuda()
 
 
 def trained_case() -> Case:
-    """Returns the model after 100 steps of SGD, and other samples."""
+    """Returns the model after 100 steps of SGD, with samples that it has not seen."""
     model = resnet18(NUM_CLASSES, "cifar").cuda().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     inputs, targets = learnable_images(12_800, seed=1)
@@ -95,14 +95,14 @@ def reference_spectra(case: Case, method: CurvatureMethod) -> Tensor:
 
 
 def relative_errors(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Returns the largest error over layers of the first and of any eigenvalue, relative to it or 1e-3 of the first."""
+    """Returns the largest relative errors of the first and of any eigenvalue over layers; see `TOLERANCES`."""
     floor = 1e-3 * expected[:, :1]
     errors = (found.detach().double().cpu() - expected).abs() / torch.maximum(expected, floor)
     return float(errors[:, 0].max()), float(errors.max())
 
 
 def vmap_fisher(case: Case) -> Tensor:
-    """Returns the empirical Fisher's eigenvalues the way `torch.func` tutorials compute per-sample gradients."""
+    """Returns the empirical Fisher's eigenvalues, with per-sample gradients as in the `torch.func` tutorials."""
     model = case.model
     names = {id(p): name for name, p in model.named_parameters()}
     weights = {names[id(layer.weights[0])]: layer.weights[0].detach() for layer in case.layers}
@@ -117,7 +117,7 @@ def vmap_fisher(case: Case) -> Tensor:
 
 
 def measurement(case: Case, method: CurvatureMethod, top_k: int) -> Callable[[], Tensor]:
-    """Returns what measures the eigenvalues once more, captured by now where that is possible."""
+    """Returns a warmed-up function that measures the eigenvalues, captured in a CUDA graph if possible."""
     config = CurvatureConfig(method=method, top_k=top_k)
     meter = CurvatureMeter(case.model, F.cross_entropy, case.layers, config, device=torch.device("cuda"))
     generator = torch.Generator(device="cuda").manual_seed(0)
@@ -138,7 +138,7 @@ def is_right(method: CurvatureMethod, errors: tuple[float, float]) -> bool:
 
 
 def timed(name: str, measure: Callable[[], object], n: int) -> str:
-    """Returns a line with the times of `measure`, which has run before, and the memory that it takes at its peak."""
+    """Returns a line with the times of `measure`, which must be warmed up, and its peak of extra memory."""
     wall, host, on_device, extra = [], [], [], 0
     for _ in range(n):
         torch.cuda.synchronize()
@@ -161,7 +161,7 @@ def timed(name: str, measure: Callable[[], object], n: int) -> str:
 
 
 def main() -> int:
-    """Prints the times of all ways to measure; returns 1 if one of ours is wrong."""
+    """Prints the times of all methods; returns 1 if one of ours is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-n", type=int, default=20, help="timed measurements of each way; a tenth of slow ones")
     n = parser.parse_args().n

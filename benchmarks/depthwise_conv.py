@@ -1,4 +1,4 @@
-"""Depthwise convolutions of EfficientNet-B0 in BF16 beside cuDNN: `python -m benchmarks.depthwise_conv`."""
+"""Depthwise convolutions of EfficientNet-B0 in BF16 against cuDNN: `python -m benchmarks.depthwise_conv`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPES = (
     (32, 112, 3, 1), (96, 112, 3, 2), (144, 56, 3, 1), (144, 56, 5, 2), (240, 28, 5, 1), (240, 28, 3, 2),
     (480, 14, 3, 1), (480, 14, 5, 1), (672, 14, 5, 1), (672, 14, 5, 2), (1152, 7, 5, 1), (1152, 7, 3, 1),
 )  # fmt: skip
-"""Channels, pixels of a side, filter's side, stride."""
+"""Channels, image edge in pixels, filter edge, stride."""
 METHODS = {"kernel": depthwise_conv, "cuDNN": reference.depthwise_conv}
 
 
@@ -39,7 +39,7 @@ class Setup:
 
 
 def wrong() -> Iterator[str]:
-    """Yields what is wrong with the kernels, and prints how long each method takes to make the first calls."""
+    """Yields the wrong results of the kernels, and prints how long each method's first calls take."""
     results = {}
     for method in METHODS:
         began = time.perf_counter()
@@ -54,7 +54,7 @@ def wrong() -> Iterator[str]:
 
 
 def figures() -> Iterator[object]:
-    """Yields the times of both passes."""
+    """Yields the time of both passes for each shape and method."""
     for shape in SHAPES:
         setup = Setup(shape)
         outputs = setup.x.numel() // setup.stride**2

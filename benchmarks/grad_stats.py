@@ -1,6 +1,6 @@
 """Gradient statistics of ResNet-18 (CIFAR stem) against PyTorch's: `python -m benchmarks.grad_stats`.
 
-Replays go round several sets of gradients, together far larger than the L2 cache.
+Replays rotate among several sets of gradients, together far larger than the L2 cache.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from triaccel_ray.kernels.multi_tensor import TensorTable
 from triaccel_ray.trainables.models import resnet18
 
 CASES = ((torch.float32, 6, 1.0), (torch.float16, 12, 2.0**14), (torch.bfloat16, 12, 1.0))
-"""Precision of the gradients, number of sets, loss scale."""
+"""Dtype of the gradients, number of sets, loss scale."""
 
 
 class Case:
-    """Sets of gradients of one dtype, and our statistics of them."""
+    """Sets of gradients of one dtype, and the kernels' statistics of them."""
 
     def __init__(self, dtype: torch.dtype, num_sets: int, loss_scale: float) -> None:
         parameters = [parameter.detach() for parameter in resnet18(10, "cifar").cuda().parameters()]
@@ -49,7 +49,7 @@ class Case:
 
 
 def layers_and_statistics(parameters: Sequence[Tensor], *, beta: float) -> tuple[list[int], GradStats]:
-    """Returns the indices of the layers, weights of two or more dimensions, and statistics with a group for each."""
+    """Returns the indices of layers (weights of two or more dimensions), and statistics with a group for each."""
     layers = [index for index, parameter in enumerate(parameters) if parameter.dim() > 1]
     groups = [layers.index(index) if index in layers else None for index in range(len(parameters))]
     sizes = [parameter.numel() for parameter in parameters]
@@ -57,13 +57,13 @@ def layers_and_statistics(parameters: Sequence[Tensor], *, beta: float) -> tuple
 
 
 def tensor_by_tensor(gradients: list[Tensor], layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns variances of the layers and the largest magnitude of each tensor, with PyTorch's own reductions."""
+    """Returns layers' variances and all tensors' largest magnitudes, computed with PyTorch's own reductions."""
     largest = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, float("inf"))])
     return torch.stack([torch.var_mean(gradients[i].float(), correction=0)[0] for i in layers]), largest
 
 
 def foreach_norms(gradients: list[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Returns norms of order 2 and infinity: less than the variance needs, but all that foreach offers."""
+    """Returns norms of order 2 and infinity: not enough for the variance, but all that foreach offers."""
     return torch._foreach_norm(gradients, 2), torch._foreach_norm(gradients, float("inf"))
 
 
@@ -75,7 +75,7 @@ def wrong() -> Iterator[str]:
 
 
 def figures() -> Iterator[object]:
-    """Yields the times."""
+    """Yields the times of each case and method."""
     for options in CASES:
         case = Case(*options)
         calls: dict[str, list[Callable[[], object]]] = {

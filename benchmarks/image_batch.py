@@ -1,7 +1,7 @@
-"""A batch of CIFAR-10-sized images from a data set on the GPU, the kernel beside PyTorch.
+"""A batch of CIFAR-10-sized images from a data set on the GPU: the kernel against PyTorch.
 
 Run `python -m benchmarks.image_batch`. Every variant draws its own random numbers on the device. The floor counts the
-bytes that must move: a byte read and an element written for each pixel.
+bytes that must move: for each pixel, a byte read and an element written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triaccel_ray.kernels.image_batch.reference import image_batch as reference
 
 NUM_IMAGES = 50_000
 NUM_BATCHES = 40
-"""Different batches in one measurement, so that the cache does not hold them all."""
+"""Distinct batches in one measurement, so that the cache does not hold them all."""
 PADDING = 4
 PLAIN: dict[str, Any] = {"epoch": None, "padding": PADDING, "reflect": False, "cutout": 0}
 
@@ -35,7 +35,7 @@ class Setup:
         self.constants = 1 / (255 * std), -mean / std
 
     def variants(self, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Returns what is compared, by name: functions from indices to a batch."""
+        """Returns the variants by name: functions from indices to a batch."""
 
         def keyed(make: Callable[..., Tensor], indices: Tensor) -> Tensor:
             return make(self.images, indices, *self.constants, key=_key(), dtype=dtype, **PLAIN)
@@ -47,7 +47,7 @@ class Setup:
         }
 
     def gathered(self, dtype: torch.dtype, indices: Tensor) -> Tensor:
-        """Returns the batch as it is usually written: random offsets, one advanced-index gather, normalisation."""
+        """Returns the batch as it is usually written: random offsets, one advanced-index gather, normalization."""
         num, (scale, shift) = len(indices), self.constants
         padded = F.pad(self.images[indices], (PADDING,) * 4)
         offsets = torch.randint(0, 2 * PADDING + 1, (2, num, 1), device="cuda")
@@ -66,7 +66,7 @@ def _key() -> Tensor:
 
 
 def wrong() -> Iterator[str]:
-    """Yields what is wrong with the kernel: pixels must be the reference's, values within the type's rounding."""
+    """Yields errors of the kernel: pixels must equal the reference's, values must agree up to the dtype's rounding."""
     setup, key = Setup(), _key()
     indices = torch.randint(NUM_IMAGES, (777,), device="cuda")
     raw = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
@@ -86,7 +86,7 @@ def wrong() -> Iterator[str]:
 
 
 def figures() -> Iterator[object]:
-    """Yields the times."""
+    """Yields the times of each variant."""
     setup = Setup()
     for size in (96, 512):
         batches = torch.randint(NUM_IMAGES, (NUM_BATCHES, size), device="cuda")

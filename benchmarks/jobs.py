@@ -1,4 +1,4 @@
-"""The models that `any_model` trains, with their samples: noise with a weak signal, a tenth of the labels wrong."""
+"""Models that `any_model` trains, and their samples: noise with a weak signal, a tenth of the labels random."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ NUM_SAMPLES = {
     "convnext_tiny": 2048, "vit_small": 2048, "efficientnet_b0": 2016, "resnet18": 4128, "gpt_350m": 512,
     "resnet152": 2048,
 }  # fmt: skip
-"""Model -> samples, in whole batches; 4096 of the others."""
+"""Model -> number of samples, in whole batches; 4096 for other models."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained."""
+    """A model, its samples and its loss."""
 
     model: nn.Module
     inputs: Any
@@ -42,13 +42,13 @@ class Job:
 
 
 def job_of(name: str, seed: int = 0) -> Job:
-    """Returns the job of this name, on the GPU."""
+    """Returns the job for a model of `SIZES`, on the GPU."""
     torch.manual_seed(seed)
     num_samples = NUM_SAMPLES.get(name, 4096)
     if name in GPTS:
         layers, width, heads, context = GPTS[name]
         text = torch.randint(0, 96, (num_samples, context + 1), device="cuda")
-        text[:, 1::2] = (text[:, :-1:2] * 7 + 3) % 96  # every second character follows from the one before
+        text[:, 1::2] = (text[:, :-1:2] * 7 + 3) % 96  # every second token follows from the one before
         model = GPT(layers=layers, width=width, heads=heads, context=context).cuda()
         inputs, following = text[:, :-1].contiguous(), text[:, 1:].contiguous()
         return Job(model=model, inputs=inputs, targets=following, batch_size=SIZES[name],
@@ -73,7 +73,7 @@ def job_of(name: str, seed: int = 0) -> Job:
 
 
 def classifier(name: str) -> nn.Module:
-    """Returns an image classifier of 10 classes."""
+    """Returns an image classifier with 10 classes."""
     if name in ("convnext_tiny", "vit_small"):
         import timm  # type: ignore[import-not-found]  # optional
 
@@ -85,4 +85,4 @@ def classifier(name: str) -> nn.Module:
         network: nn.Module = torchvision.models.resnet152(num_classes=10)
         return network
     network = efficientnet_b0(10) if name == "efficientnet_b0" else resnet18(10, "cifar")
-    return network.to(memory_format=torch.contiguous_format)  # as a tutorial has it
+    return network.to(memory_format=torch.contiguous_format)  # as in a tutorial

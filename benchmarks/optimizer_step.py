@@ -1,6 +1,6 @@
 """Optimizer steps of ResNet-18 (CIFAR stem) against PyTorch's fused ones: `python -m benchmarks.optimizer_step`.
 
-Replays go round several sets of tensors, together far larger than the L2 cache.
+Replays rotate among several sets of tensors, together far larger than the L2 cache.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ LR, WEIGHT_DECAY, MOMENTUM, BETAS, EPS = 1e-3, 5e-4, 0.9, (0.9, 0.999), 1e-8
 
 
 class Case(NamedTuple):
-    """What is stepped, and how it is kept."""
+    """An optimizer and its storage formats."""
 
     optimizer: str
     gradients: torch.dtype
     copies: torch.dtype | None
-    """Of weights; int16: parameters lie in two words, the low ones in place of copies."""
+    """Dtype of the weights' copies. int16: weights are split, and the low words take the place of copies."""
     in_codes: bool = False
-    """Whether state of weights is kept in 8 bits."""
+    """Whether the optimizer state of weights is kept in 8 bits."""
 
     @property
     def of_peer(self) -> Case:
-        """What PyTorch steps: FP32 parameters and state; beside words, BF16 copies."""
+        """The case for PyTorch: FP32 parameters and state, with BF16 copies in place of split weights."""
         return self._replace(copies=torch.bfloat16 if self.copies is torch.int16 else self.copies, in_codes=False)
 
 
@@ -60,7 +60,7 @@ class TensorSet:
         self.gradients = [torch.randn_like(p).to(case.gradients) for p in self.parameters]
         self.first, self.second = ([self._zeros(p) for p in self.parameters] for _ in range(2))
         self.steps = [torch.zeros((), device=DEVICE) for _ in self.parameters]
-        # Biases and normalisation parameters stay fp32: no copy. A step overwrites the others' 7.
+        # Biases and normalization parameters stay fp32, without copies. A step overwrites the initial 7 of copies.
         self.copies = [
             None if case.copies is None or p.dim() == 1 else torch.full_like(p, 7, dtype=case.copies)
             for p in self.parameters
@@ -76,7 +76,7 @@ class TensorSet:
         return torch.zeros_like(parameter)
 
     def num_bytes(self) -> float:
-        """Returns the fewest bytes of a step: parameters and state read and written, gradients read, copies written."""
+        """Returns the bytes a step must move: parameters and state read and written, gradients read, copies written."""
         passes, state_bytes = 2 if self.case.optimizer == "SGD" else 4, BLOCK_BYTES / BLOCK if self.case.in_codes else 4
         kept = (2 * 4 + passes * state_bytes) * sum(p.numel() for p in self.parameters)
         copies = [copy for copy in self.copies if copy is not None and copy.dtype is not torch.int16]
@@ -89,7 +89,7 @@ class TensorSet:
 
 
 class Ours:
-    """The kernels' step over one set."""
+    """The kernels' step over one set of tensors."""
 
     def __init__(self, tensors: TensorSet) -> None:
         n, sizes = len(tensors.parameters), [p.numel() for p in tensors.parameters]
@@ -109,11 +109,11 @@ class Ours:
         _, self.stats = layers_and_statistics(tensors.parameters, beta=0.9)
 
     def step(self) -> None:
-        """One step."""
+        """Makes one step."""
         self.kernel.step(self.parameters, self.gradients, self.states, self.copies, **self.by)
 
     def step_with_statistics(self) -> None:
-        """Statistics, then the step that they may skip."""
+        """Computes the gradient statistics, then makes the step unless they found a non-finite gradient."""
         self.by["found_nonfinite"] = self.stats.update(self.gradients, self.by["loss_scale"])
         self.step()
 
@@ -125,7 +125,7 @@ def _table_of(tensors: Sequence[Tensor | None]) -> TensorTable:
 
 
 class Peer:
-    """PyTorch's fused step over one set, with the casts that it needs where precisions differ."""
+    """PyTorch's fused step over one set of tensors, with the casts that it needs if dtypes differ."""
 
     def __init__(self, tensors: TensorSet) -> None:
         parameters = [torch.nn.Parameter(p) for p in tensors.parameters]
@@ -143,7 +143,7 @@ class Peer:
         self.copies, self.copied = [c for c, _ in pairs], [p for _, p in pairs]
 
     def step(self) -> None:
-        """One step."""
+        """Makes one step."""
         if self.casts is not self.gradients:
             torch._foreach_copy_(self.casts, self.gradients)
         self.optimizer.step()
@@ -151,7 +151,7 @@ class Peer:
             torch._foreach_copy_(self.copies, self.copied)
 
     def step_with_statistics(self) -> None:
-        """Norms, which are less than the statistics, then the step."""
+        """Computes norms, which is less work than the statistics, then makes the step."""
         foreach_norms(self.gradients)
         self.step()
 
@@ -167,9 +167,9 @@ def _optimizer(case: Case, parameters: list[torch.nn.Parameter], *, fused: bool)
 
 
 def is_right(case: Case) -> bool:
-    """Returns whether three of our steps are as near to fp64 as PyTorch's, and copies are what they should be.
+    """Returns whether three of our steps are about as close to fp64 as PyTorch's, and copies equal parameters.
 
-    State in codes is rounded: there a tenth of the way that the steps have gone is allowed, as the norms of both.
+    8-bit state is rounded: there the norm of the error may be a tenth of that of the parameters' change.
     """
     torch.manual_seed(0)
     ours = TensorSet(case)
@@ -199,7 +199,7 @@ def wrong() -> Iterator[str]:
 
 
 def figures() -> Iterator[object]:
-    """Yields the times of each case, alone and with the statistics."""
+    """Yields the times of each case, with and without statistics."""
     for case in CASES:
         sets = [TensorSet(case) for _ in range(NUM_SETS)]
         others = sets if case.of_peer == case else [TensorSet(case.of_peer) for _ in range(NUM_SETS)]

@@ -1,4 +1,4 @@
-"""An HTTP proxy in front of a real MLflow server, which answers errors in its place or loses what it has answered."""
+"""An HTTP proxy in front of a real MLflow server that can answer with errors or drop the server's responses."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from urllib.parse import urlsplit
 from benchmarks.stores import DEADLINE_S
 
 Answer = Literal["pass", "error", "lose"]
-"""The server's own; 500, and the server hears nothing; or none at all to what the server has carried out."""
+"""pass: forward the server's response. error: answer 500 without asking the server. lose: drop its response."""
 
 
 @dataclass
 class Proxy:
-    """Listens on this machine and treats requests as its rule has it."""
+    """A proxy on this machine that treats each request by its rule."""
 
     uri: str
     rule: Callable[[str, int], Answer]
-    """From the method and the number of requests of that method and path before it."""
+    """Function of the HTTP method and the number of earlier requests with the same method and path."""
     answers: list[tuple[str, str, Answer]] = field(default_factory=list)
-    """Method, path and treatment of every request so far."""
+    """HTTP method, path and treatment of every request so far."""
 
 
 @contextlib.contextmanager
 def proxy_to(server_uri: str) -> Iterator[Proxy]:
-    """Yields a proxy of the server, which passes everything on until it is given another rule."""
+    """Yields a proxy of the server that forwards everything until it is given another rule."""
 
     class Handler(BaseHTTPRequestHandler):
         def _treat(self) -> None:
@@ -48,7 +48,7 @@ def proxy_to(server_uri: str) -> Iterator[Proxy]:
                 connection.request(self.command, self.path, body, {**self.headers, "Connection": "close"})
                 response = connection.getresponse()
                 content = response.read()
-            except OSError:  # no server: the client hears nothing either
+            except OSError:  # no server: the client gets no response either
                 self.close_connection = True
                 return
             finally:

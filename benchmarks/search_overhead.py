@@ -1,10 +1,10 @@
-"""What a search costs beside its training: trivial trials on one warm actor, beside bare Ray Tune and Optuna alone.
+"""Overhead of a search beyond its training: trivial trials on one reused actor, against bare Ray Tune and Optuna alone.
 
-Run `python -m benchmarks.search_overhead`. All contenders train the same model on the same samples for one epoch a
-trial, one trial at a time, on thresholds that the same Optuna sampler draws. Bare Tune reuses its actor and trains in
+Run `python -m benchmarks.search_overhead`. All contenders train the same model on the same samples for one epoch per
+trial, one trial at a time, on thresholds drawn by the same Optuna sampler. Bare Tune reuses its actor and trains in
 plain PyTorch; Optuna alone does so in this process and records nothing. Ours is what `triaccel search` runs: the
-control loop, an event log, a spec and a judgement for every trial. Needs no GPU; exits with 1 when a contender has lost
-trials, or when more than 1.5 s pass between two of ours.
+control loop, an event log, a spec and an evaluation for every trial. Needs no GPU. Exits with 1 if a contender loses
+trials, or if the median time between two of our trials exceeds 1.5 s.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ TASK = "benchmarks.trivial:Trivial"
 SPACE: Final = "thresholds-absolute"
 HEADROOM_BYTES = 2**30
 TARGET_S = 1.5
-"""Between two trials: 5% of a search of 30-second trials."""
+"""Allowed time between two trials: 5% of a search of 30-second trials."""
 
 
 Span = tuple[float, float]
-"""When a trial's training began and ended."""
+"""Times at which a trial's training began and ended."""
 
 
 @dataclass
 class Contender:
-    """What one way to search took, over all rounds."""
+    """Measurements of one contender over all rounds."""
 
     seconds: list[float] = field(default_factory=list)
-    """One round's trials, from the call to its return."""
+    """Duration of each round, from the call to its return."""
     gaps: list[float] = field(default_factory=list)
-    """From the end of one trial's training to the beginning of the next one's."""
+    """Time from the end of one trial's training to the beginning of the next one's."""
     num_trials: int = 0
 
     def add(self, seconds: float, spans: Sequence[Span]) -> None:
-        """Takes in one round."""
+        """Adds one round."""
         self.seconds.append(seconds)
         self.gaps += [later[0] - earlier[1] for earlier, later in itertools.pairwise(sorted(spans))]
         self.num_trials += len(spans)
 
 
 def train_plainly() -> tuple[Span, float]:
-    """Trains one epoch as a tutorial does; returns when, and the accuracy in percent."""
+    """Trains one epoch as in a tutorial; returns its span and the accuracy in percent."""
     task = Trivial()
     splits, model = task.data(Purpose.SEARCH), task.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
@@ -86,23 +86,23 @@ def train_plainly() -> tuple[Span, float]:
 
 
 class BareTrial(tune.Trainable):
-    """The least that Ray Tune needs."""
+    """The smallest trainable that Ray Tune accepts."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Nothing to set up."""
+        """Does nothing."""
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Ready for the next configuration."""
+        """Returns True: the actor can be reused."""
         return True
 
     def step(self) -> dict[str, Any]:
-        """Trains one epoch, and is done."""
+        """Trains one epoch and ends the trial."""
         span, accuracy = train_plainly()
         return {"objective": accuracy, "span": span, "done": True}
 
 
 def ours(folder: Path, num_trials: int) -> list[Span]:
-    """Runs the trials as `triaccel search` does; returns when each began and ended."""
+    """Runs the trials as `triaccel search` does; returns their spans."""
     base = run_spec(TASK, data_dir=None, recipe={}, device="cpu", memory_headroom_bytes=HEADROOM_BYTES)
     spec = SearchSpec(base=base, space=SPACE, num_trials=num_trials, objective="accuracy")
     begin(folder, SEARCH, spec)
@@ -113,9 +113,9 @@ def ours(folder: Path, num_trials: int) -> list[Span]:
 
 
 def bare_tune(folder: Path, num_trials: int) -> list[Span]:
-    """Runs as many trials under Ray Tune alone."""
+    """Runs the trials with Ray Tune alone; returns their spans."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Tune announces its own deprecations
+        warnings.simplefilter("ignore")  # Tune's own deprecation warnings
         results = tune.Tuner(
             tune.with_resources(BareTrial, {"cpu": 1}),
             tune_config=tune.TuneConfig(
@@ -135,7 +135,7 @@ def bare_tune(folder: Path, num_trials: int) -> list[Span]:
 
 
 def optuna_alone(folder: Path, num_trials: int) -> list[Span]:
-    """Runs as many trials in this process."""
+    """Runs the trials with Optuna alone, in this process; returns their spans."""
     spans: list[Span] = []
 
     def objective(trial: optuna.Trial) -> float:
@@ -150,7 +150,7 @@ def optuna_alone(folder: Path, num_trials: int) -> list[Span]:
 
 
 def sampler() -> optuna.samplers.TPESampler:
-    """Returns a sampler as searches have it."""
+    """Returns a sampler with the settings of a search."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an experimental option
         return optuna.samplers.TPESampler(n_startup_trials=25, multivariate=True, seed=0)
@@ -160,10 +160,10 @@ CONTENDERS = {"triaccel": ours, "bare Ray Tune": bare_tune, "Optuna alone": optu
 
 
 def measure_trials(num_trials: int, rounds: int) -> Mapping[str, Contender]:
-    """Returns each contender's figures; the rounds are interleaved, on one cluster with one CPU."""
+    """Returns each contender's measurements; rounds are interleaved, on one cluster with one CPU."""
     figures = {name: Contender() for name in CONTENDERS}
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Tune's own tables, even when told to be silent
-    torch.set_num_threads(1)  # as Ray has it in its actors
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # disables tables that Tune prints even if silenced
+    torch.set_num_threads(1)  # as in Ray's actors
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with tempfile.TemporaryDirectory() as folder, cluster(None, num_cpus=1):
         for number, (name, search) in itertools.product(range(rounds), CONTENDERS.items()):
@@ -174,7 +174,7 @@ def measure_trials(num_trials: int, rounds: int) -> Mapping[str, Contender]:
 
 
 def faults(figures: Mapping[str, Contender], *, num_trials: int) -> list[str]:
-    """Returns what is wrong with the figures: trials that are missing, or too long a gap between ours."""
+    """Returns the problems found: missing trials, or too long a gap between ours."""
     lost = sorted(name for name, contender in figures.items() if contender.num_trials != num_trials)
     found = [f"WRONG: trials are missing of {', '.join(lost)}"] if lost else []
     median = statistics.median(figures["triaccel"].gaps)
@@ -184,7 +184,7 @@ def faults(figures: Mapping[str, Contender], *, num_trials: int) -> list[str]:
 
 
 def main() -> int:
-    """Measures and prints; returns the exit status."""
+    """Measures all contenders and prints the results; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)

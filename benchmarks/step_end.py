@@ -1,6 +1,6 @@
-"""The end of a training step (loss, sample count, loss scale) beside PyTorch: `python -m benchmarks.step_end`.
+"""The end of a training step (loss, sample count, loss scale) against PyTorch: `python -m benchmarks.step_end`.
 
-A handful of scalars, so that launches are all there is to save.
+The work is a handful of scalars, so only launches can be saved.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Setup:
         how(self.loss_sum, 96, self.totals, self.found, self.state, moves_scale=True)
 
     def results(self, how: Callable[..., None]) -> list[Tensor]:
-        """Returns everything that has changed after steps of which some overflowed."""
+        """Returns all updated tensors after steps of which some overflowed."""
         for overflow in OVERFLOWS:
             self.found.fill_(float(overflow))
             self.run(how)
@@ -50,13 +50,13 @@ class Setup:
 
 
 def wrong() -> Iterator[str]:
-    """Yields what is wrong with the kernel."""
+    """Yields a message if the kernel's results are wrong."""
     if not all(map(torch.equal, Setup().results(end_step), Setup().results(reference))):
         yield "the kernel's totals or loss scale are not the reference's"
 
 
 def figures() -> Iterator[Timing]:
-    """Yields the times."""
+    """Yields the times of each variant."""
     for name, how in {"kernel": end_step, "PyTorch": reference, "torch.compile": torch.compile(reference)}.items():
         yield time_calls(name, [partial(Setup().run, how)])
 

@@ -1,4 +1,4 @@
-"""A real MLflow server that can be stopped, and what is read back from a store."""
+"""A real MLflow server that can be stopped, and functions to read back its runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from triaccel_ray.service.tracking.metrics import metrics_of, step_of
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
 DEADLINE_S = 250.0
-"""For a server to start, which takes seven seconds on an idle machine."""
+"""Time limit for a server to start, which takes seven seconds on an idle machine."""
 
 
 @dataclass
@@ -32,11 +32,11 @@ class Server:
 
     @property
     def uri(self) -> str:
-        """Where clients find it."""
+        """The server's tracking URI."""
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Begins to start; `wait` returns when it answers."""
+        """Starts the server process; `wait` returns when it answers."""
         self.port = self.port or free_port()
         options = {
             "--host": "127.0.0.1",
@@ -82,7 +82,7 @@ class Server:
 
     @contextlib.contextmanager
     def hanging(self) -> Iterator[None]:
-        """The server takes connections and does nothing meanwhile; then it does all that it was asked."""
+        """Suspends the server: it accepts connections but answers only after the context has ended."""
         assert self._process is not None
         os.killpg(self._process.pid, signal.SIGSTOP)
         try:
@@ -93,7 +93,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One run as MLflow has it."""
+    """One run as recorded in MLflow."""
 
     id: str
     name: str
@@ -107,7 +107,7 @@ class Recorded:
 
 
 def runs(tracker: Tracker, experiment: str) -> list[Recorded]:
-    """All runs of the experiment that are not deleted, oldest first."""
+    """Returns all runs of the experiment that are not deleted, oldest first."""
     found: list[Any] = tracker.client.search_runs([tracker.experiment_id(experiment)], order_by=["start_time ASC"])
     return [
         Recorded(
@@ -125,19 +125,19 @@ def runs(tracker: Tracker, experiment: str) -> list[Recorded]:
 
 
 def only_run(tracker: Tracker, experiment: str) -> Recorded:
-    """Returns the experiment's run, of which there is one."""
+    """Returns the experiment's only run."""
     (run,) = runs(tracker, experiment)
     return run
 
 
 def history(tracker: Tracker, run_id: str, key: str) -> list[tuple[int, int, float]]:
-    """All points of a metric: step, time in milliseconds, value; in the order of time."""
+    """Returns all points of a metric as (step, time in milliseconds, value), by time."""
     points = tracker.client.get_metric_history(run_id, key)
     return sorted(((point.step, point.timestamp, point.value) for point in points), key=lambda point: point[1])
 
 
 def assert_equals_log(tracker: Tracker, run: Recorded, log: Path) -> int:
-    """Every value of every record is in the run's history, once, and nothing else is; returns how many there are."""
+    """Asserts that the run's history holds every value of the log once and no others; returns their number."""
     expected: dict[str, list[tuple[int, int, float]]] = {}
     for event in read_events(log):
         if not isinstance(event.record, Start | Interruption):
@@ -150,7 +150,7 @@ def assert_equals_log(tracker: Tracker, run: Recorded, log: Path) -> int:
 
 
 def free_port() -> int:
-    """Returns a port of this machine on which nothing listens."""
+    """Returns a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Times of GPU work from replays of a CUDA graph, beside what memory allows, and the machine that they hold for."""
+"""Timing of GPU work by replays of a CUDA graph, compared with the time that memory bandwidth allows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ REPLAYS = 100
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one call, in microseconds, one per replay."""
+    """Times of one call, in microseconds, one value per replay."""
 
     name: str
     microseconds: Sequence[float]
     floor: float | None
-    """Time in which the fewest possible bytes pass; see `floor_us`. None where launches are all there is to save."""
+    """Time to move the fewest possible bytes; see `floor_us`. None if only launches can be saved."""
 
     @property
     def median(self) -> float:
@@ -36,7 +36,7 @@ class Timing:
 
 
 def time_calls(name: str, calls: Sequence[Callable[[], object]], floor: float | None = None) -> Timing:
-    """Returns the time of one call, over replays of a graph that goes round `calls` several times."""
+    """Returns the time of one call, from replays of a CUDA graph that repeats `calls` several times."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -55,7 +55,7 @@ def time_calls(name: str, calls: Sequence[Callable[[], object]], floor: float | 
 
 
 def _event_ms(work: Callable[[], object], count: int) -> list[float]:
-    """Returns the milliseconds on the device of each of `count` calls."""
+    """Returns the milliseconds that each of `count` calls takes on the device."""
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
     for begin, end in events:
         begin.record()
@@ -67,19 +67,19 @@ def _event_ms(work: Callable[[], object], count: int) -> list[float]:
 
 @functools.cache
 def copy_bytes_per_second() -> float:
-    """Returns what a copy of 1 GiB on this GPU moves, bytes read and written; measured once a process."""
+    """Returns the bandwidth of a 1 GiB copy on this GPU, bytes read plus written; measured once per process."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * 2**30 / (statistics.median(_event_ms(lambda: target.copy_(source), 10)) / 1e3)
 
 
 def floor_us(num_bytes: float) -> float:
-    """Returns the microseconds in which this GPU moves as many bytes, read or written, in a large copy."""
+    """Returns the microseconds that this GPU takes to move `num_bytes`, read or written, in a large copy."""
     return 1e6 * num_bytes / copy_bytes_per_second()
 
 
 def report(wrong: Callable[[], Iterable[str]], figures: Callable[[], Iterable[object]]) -> int:
-    """Prints the machine and the figures; where a result is wrong, that alone, and returns 1."""
+    """Prints the machine and the figures and returns 0; if a result is wrong, prints only that and returns 1."""
     if not torch.cuda.is_available():
         print("needs an NVIDIA GPU")
         return 1

@@ -1,12 +1,12 @@
-"""What recording a run costs its training: the same epochs with and without, with a tracking server well and ill.
+"""Cost of tracking for training: epochs with and without records, with a healthy and a failing tracking server.
 
-Run `python -m benchmarks.tracking`. A process trains one run of which every other epoch is recorded as `triaccel run`
-records it (event log; a thread of this process ships it to a real MLflow server), while nothing is written of the rest.
-The server answers, has been killed, hangs, or a proxy answers 500 in its place; in the end it is back and must hold
-every value of the event log, once. Models of 3 and of 60 layers on a CPU, or with `--task` any task, on a GPU where
-there is one. Beside the two times, which a busy machine blurs, stands what the training process itself spends on
-records. State `twice off` records nothing on either side: how far two times differ without a cause. Exits with 1 when
-anything is lost, or when records take more than 1% of the training time in any of the other states.
+Run `python -m benchmarks.tracking`. A process trains one run. Every other epoch is recorded as by `triaccel run` (event
+log; a thread of this process ships it to a real MLflow server), the rest not at all. The server answers, is killed,
+hangs, or a proxy answers 500 in its place. In the end it is back and must hold every value of the event log once. The
+models have 3 and 60 layers, on a CPU; `--task` trains any task instead, on a GPU if there is one. Besides the two
+times, which a busy machine blurs, the output has the time that the training process spends on records. State `twice
+off` records nothing on either side: it shows the noise of the comparison. Exits with 1 if anything is lost, or if
+records take more than 1% of the training time in any of the other states.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.trainables.registry import load_task
 
 MOST = 0.01
-"""Share of the training time that records may take."""
+"""Largest share of the training time that records may take."""
 SHIPPING_INTERVAL_S = 0.2
-"""A tenth of the product's, so that every recorded epoch has the shipping beside it."""
+"""A tenth of the default, so that logs are shipped during every recorded epoch."""
 STATES = ("twice off", "answers", "killed", "hangs", "answers 500")
 
 
 @dataclass(frozen=True)
 class Took:
-    """What one epoch took, in seconds."""
+    """Costs of one epoch, in seconds."""
 
     wall: float
     cpu: float
-    """Of the training process, all threads."""
+    """CPU time of all threads of the training process."""
     records: float
-    """Within calls that append to the event log."""
+    """Time within calls that append to the event log."""
     num_ticks: int
-    """How many of those recorded a tick."""
+    """Number of those calls that recorded a tick."""
 
 
 def train(task: str, folder: Path, data_dir: Path | None, device: str) -> None:
-    """Trains an epoch for each line of standard input, recorded where it says `on`, and answers with what it took."""
+    """Trains an epoch for each line of standard input, with records if it is `on`, and prints its cost as JSON."""
     import torch
 
     from triaccel_ray.records.events import EventLog, Record, Tick
@@ -73,7 +73,7 @@ def train(task: str, folder: Path, data_dir: Path | None, device: str) -> None:
         spent += time.perf_counter() - began
         num_ticks += isinstance(record, Tick)
 
-    EventLog.append = timed  # type: ignore[method-assign, assignment]  # timed without a word in the product
+    EventLog.append = timed  # type: ignore[method-assign, assignment]  # timed without a change to the package
     spec = run_spec(task, data_dir=data_dir, recipe={}, device=device)
     worker = Worker(spec, folder)
     worker.resume()
@@ -86,7 +86,7 @@ def train(task: str, folder: Path, data_dir: Path | None, device: str) -> None:
 
 
 class Trainer:
-    """The training process, seen from here."""
+    """The training process, controlled from this one."""
 
     def __init__(self, task: str, folder: Path, options: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -97,7 +97,7 @@ class Trainer:
         )
 
     def epoch(self, which: str) -> Took:
-        """Returns what an epoch of that run took."""
+        """Trains an epoch with records `on` or `off`, and returns its cost."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{which}\n")
@@ -105,13 +105,13 @@ class Trainer:
         return Took(**json.loads(self._process.stdout.readline()))
 
     def end(self) -> None:
-        """Returns once the process has ended."""
+        """Waits for the process to end."""
         self._process.communicate()
 
 
 @contextlib.contextmanager
 def state(name: str, server: Server, proxy: Proxy) -> Iterator[None]:
-    """The server is in that state meanwhile, and well again afterwards."""
+    """Keeps the server in state `name` for the duration of the context, then restores it."""
     if name == "killed":
         server.stop()
         yield
@@ -127,7 +127,7 @@ def state(name: str, server: Server, proxy: Proxy) -> Iterator[None]:
 
 
 def show(name: str, off: Sequence[float], on: Sequence[float]) -> str:
-    """Returns one line with both sides, medians and spreads, and of the pairs' ratios the median and the quartiles."""
+    """Returns one line with medians and ranges of both sides, and the median and quartiles of the pairs' ratios."""
     sides = [f"{statistics.median(side):7.3f} s ({min(side):.3f} to {max(side):.3f})" for side in (off, on)]
     ratios = [with_ / without for with_, without in zip(on, off, strict=True)]
     low, median, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else 3 * ratios
@@ -135,9 +135,9 @@ def show(name: str, off: Sequence[float], on: Sequence[float]) -> str:
 
 
 def measure(trainer: Trainer, folder: Path, server: Server, proxy: Proxy, rounds: int, states: Sequence[str]) -> float:
-    """Prints one model's figures; returns the largest share of records in the training time over the server's states.
+    """Prints one model's figures; returns the largest share of training time spent on records over the server's states.
 
-    Of each state the median over its epochs: a single epoch is too short to judge by on a busy machine.
+    The share of a state is the median over its epochs, since a single epoch is too short on a busy machine.
     """
     experiment, tracker = folder.name, Tracker(proxy.uri, folder)
     shipper = Shipper(tracker, folder / "run", experiment=experiment, interval_s=SHIPPING_INTERVAL_S)
@@ -173,9 +173,9 @@ def measure(trainer: Trainer, folder: Path, server: Server, proxy: Proxy, rounds
 
 
 def tasks_of(given: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
-    """Returns a title, a task's name and the training process's options for each thing to be trained."""
+    """Returns title, task name and options of the training process for each task to train."""
     if given.task is not None:
-        load_task(given.task, given.data_dir)  # a mistake in its name is told before anything begins
+        load_task(given.task, given.data_dir)  # fails early on a wrong name
         folder = ["--data-dir", str(given.data_dir)] if given.data_dir else []
         return [(given.task, given.task, ["--device", given.device, *folder])]
     models = [model for model in (Layers3, Layers60) if model.num_layers in given.models]
@@ -183,7 +183,7 @@ def tasks_of(given: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
 
 
 def main() -> int:
-    """Measures and prints; returns the exit status."""
+    """Measures all tasks and prints the results; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10, help="epochs of each run with the server in each state")
     parser.add_argument("--states", nargs="+", default=STATES, choices=STATES)

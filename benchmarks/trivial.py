@@ -1,4 +1,4 @@
-"""A task whose epoch takes a hundredth of a second on a CPU: what remains of a search's time is the search's own."""
+"""Tasks with tiny models: an epoch of `Trivial` takes 10 ms on a CPU, so that a search's time is its overhead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
 
 
 class Trivial(Task):
-    """Four blobs in eight dimensions and a network of two layers; no FP16, which a CPU emulates slowly."""
+    """Four Gaussian blobs in eight dimensions, a network of two layers; no FP16, which a CPU emulates slowly."""
 
     name: ClassVar[str] = "trivial"
     recipe: ClassVar[Recipe] = Recipe(epochs=1, lr=0.05, warmup_epochs=0.0)
@@ -34,7 +34,7 @@ class Trivial(Task):
 
 
 class Layers3(Trivial):
-    """The whole control loop but FP16 and the batch rule, ticking as often as it does by default; three layers."""
+    """Three layers; the control loop with its default interval, without FP16 and the batch rule."""
 
     name: ClassVar[str] = "layers-3"
     recipe: ClassVar[Recipe] = Recipe(epochs=1000, lr=0.001, warmup_epochs=0.0)
@@ -44,24 +44,24 @@ class Layers3(Trivial):
     num_layers: ClassVar[int] = 3
 
     def model(self) -> nn.Module:
-        """Returns a network of that many layers."""
+        """Returns a network of `num_layers` layers."""
         hidden = [part for _ in range(self.num_layers - 2) for part in (nn.Linear(64, 64), nn.ReLU())]
         return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), *hidden, nn.Linear(64, 4))
 
     def data(self, purpose: Purpose) -> Splits:
-        """Returns a hundred batches of training samples, and 64 held-out ones."""
+        """Returns a hundred batches of training samples, and 64 held-out samples."""
         return Splits(train=_blobs(3200, seed=0), held_out=_blobs(64, seed=1))
 
 
 class Layers60(Layers3):
-    """The same with sixty layers."""
+    """`Layers3` with sixty layers."""
 
     name: ClassVar[str] = "layers-60"
     num_layers: ClassVar[int] = 60
 
 
 def _blobs(num: int, *, seed: int) -> TensorSource:
-    """Returns inputs, float32 [num, 8], and the number of the blob that each is drawn from, int64 [num]."""
+    """Returns inputs, float32 [num, 8], and the index of the blob that each is drawn from, int64 [num]."""
     draw = torch.Generator().manual_seed(seed)
     targets = torch.randint(0, 4, (num,), generator=draw)
     centres = 3.0 * torch.eye(4, 8)

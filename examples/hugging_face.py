@@ -1,4 +1,4 @@
-"""A Hugging Face model under the control loop, made from its configuration: nothing is downloaded."""
+"""A Hugging Face model under the control loop. It is created from a configuration, so nothing is downloaded."""
 
 import torch
 from torch.utils.data import StackDataset
@@ -8,13 +8,13 @@ from triaccel_ray import BatchConfig, ControlConfig, ControlLoop
 
 
 def texts(count: int) -> StackDataset:
-    """Returns texts of 16 words out of 24, and of each whether word 7 is in it."""
+    """Returns random texts of 16 words out of 24, labeled by whether they contain word 7."""
     ids = torch.randint(24, (count, 16))
-    return StackDataset(input_ids=ids, labels=(ids == 7).any(1).long())  # named as the model's arguments are
+    return StackDataset(input_ids=ids, labels=(ids == 7).any(1).long())  # the names of the model's arguments
 
 
 def right(outputs, batch) -> torch.Tensor:
-    """Returns 1 for each text that the model is right about, else 0."""
+    """Returns 1 for each text that the model classifies correctly, else 0."""
     return (outputs.logits.argmax(1) == batch["labels"]).float()
 
 

@@ -1,4 +1,4 @@
-"""Your own model and tensors under the control loop: `python examples/own_model.py`. Seconds on a CPU."""
+"""Your own model and tensors under the control loop: `python examples/own_model.py`. Takes seconds on a CPU."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from triaccel_ray import BatchConfig, ControlConfig, ControlLoop
 
 
 def samples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns points, and whether the first two coordinates have equal signs: no line separates the classes."""
+    """Returns random points, labeled by whether their first two coordinates have equal signs: no linear problem."""
     points = torch.randn(count, 10)
     return points, (points[:, 0] * points[:, 1] > 0).long()
 
@@ -24,4 +24,4 @@ for _ in range(10):
     levels = sorted(set(loop.plan.precision.values()))
     print(f"epoch {stats.epoch}: loss {stats.loss:.3f}, batch {loop.plan.batch_size}, layers in {', '.join(levels)}")
 print(f"accuracy on held-out samples: {loop.evaluate(held_out).metrics['accuracy']:.1f} %")
-loop.close()  # gives the model back as it was, with its new weights
+loop.close()  # restores the model's original form, with its trained weights

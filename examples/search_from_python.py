@@ -1,9 +1,9 @@
-"""Ray Tune finds thresholds for `digits`, called from Python: about a minute on a CPU, without a download."""
+"""A search with Ray Tune for thresholds on `digits`, from Python: about a minute on a CPU, without a download."""
 
 from triaccel_ray import search
 
-report = search("digits", trials=2, epochs=3, margin=5)  # margin: points of accuracy that a trial may lose against AMP
-print(report)  # the tables, and what to train with; in a notebook, `report` alone shows the page
+report = search("digits", trials=2, epochs=3, margin=5)  # margin: percentage points that a trial may be below AMP
+print(report)  # tables and recommendation; in a notebook, `report` alone shows the page
 if report.best is not None:
     reached, control = report.best.best, report.control  # ControlLoop(..., config=control) trains with these
     print(f"best: {reached.metric:.1f} % in {reached.seconds_per_epoch:.2f} s an epoch")

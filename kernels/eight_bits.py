@@ -1,14 +1,14 @@
-"""Optimizer state in 8 bits: an average's numbers as codes, and a scale for each group of them.
+"""Optimizer state in 8 bits: a code per number and a scale per group of numbers.
 
-Blocks of `BLOCK` numbers lie one after another: their codes, a byte each, then an fp32 scale for each `GROUP`. The last
-block is padded. A group's scale is its largest magnitude s. Codes are companded: small numbers beside large ones keep
-digits (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"; the functions are our own):
+Blocks of `BLOCK` numbers follow one another: their codes, a byte each, then an fp32 scale for each `GROUP`. The last
+block is padded. A group's scale s is its largest magnitude. Codes are companded, so that small numbers beside large
+ones keep digits (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"; the functions are our own):
 
     signed       c = round(127 sign(x) sqrt(|x| / s)), an int8     x = s (c / 127) |c / 127|
-    not signed   c = floor(255 (x / s)^(1/4) + u), at least 1 where x > 0, a uint8     x = s (c / 255)^4
+    unsigned     c = floor(255 (x / s)^(1/4) + u), at least 1 if x > 0, a uint8     x = s (c / 255)^4
 
-Second moments move by a thousandth a step, less than a code: rounded to the nearest they would stay where they are. So
-u is no constant 1/2 but a dither, uniform in [0, 1), a hash of the number's place and of the step.
+Second moments change by a thousandth per step, less than a code: rounded to nearest, they would never change. So u is a
+dither in place of the constant 1/2: a hash of the number's position and the step, uniform in [0, 1).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 BLOCK = 1024
-"""Numbers in a block, what a program of the kernels steps."""
+"""Numbers per block; a program of the kernels steps one block."""
 GROUP = 64
 """Numbers that share a scale."""
 BLOCK_BYTES = BLOCK + 4 * (BLOCK // GROUP)
 
 
 def num_bytes(number: int) -> int:
-    """Returns the bytes that `number` numbers take; all zero they mean zeros."""
+    """Returns the number of bytes that `number` numbers take; bytes of zeros decode to zeros."""
     return -(-number // BLOCK) * BLOCK_BYTES
 
 
 def encode(values: Tensor, step: Tensor | None = None) -> Tensor:
-    """Returns fp32 `values` [n] as uint8 [num_bytes(n)]; not signed, of step count `step`, where that is given."""
+    """Returns fp32 `values` [n] as uint8 [num_bytes(n)]: signed codes, or unsigned ones if a step count is given."""
     number = len(values)
     padded = torch.zeros(-(-number // BLOCK) * BLOCK, device=values.device)
     padded[:number] = values
@@ -46,7 +46,7 @@ def encode(values: Tensor, step: Tensor | None = None) -> Tensor:
 
 
 def decode(codes: Tensor, number: int, *, signed: bool) -> Tensor:
-    """Returns the fp32 numbers [number] that `encode` made these codes of, nearly."""
+    """Returns the fp32 numbers [number] that `encode` was given, up to rounding."""
     blocks = codes.view(-1, BLOCK_BYTES)
     scales = blocks[:, BLOCK:].contiguous().view(torch.float32).unsqueeze(-1)
     bytes_ = blocks[:, :BLOCK].reshape(-1, BLOCK // GROUP, GROUP)
@@ -60,7 +60,7 @@ def decode(codes: Tensor, number: int, *, signed: bool) -> Tensor:
 
 
 def _dither(number: int, step: Tensor) -> Tensor:
-    """Returns numbers in [0, 1), uniform, of each place and of the step: fp32 [number]."""
+    """Returns uniform numbers in [0, 1), hashed from each position and the step: fp32 [number]."""
     mixed = torch.arange(number, dtype=torch.int32, device=step.device) * -1640531535 + step.int() * -2048144789
     for shift, factor in ((15, 739982445), (12, 695872825)):
         mixed = (mixed ^ ((mixed >> shift) & ((1 << (32 - shift)) - 1))) * factor

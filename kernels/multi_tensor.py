@@ -1,4 +1,4 @@
-"""Lists of tensors that one kernel launch walks over: their addresses, and how they are cut into programs."""
+"""Lists of tensors for one kernel launch: tables of their addresses, and their division into chunks for programs."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 DTYPE_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.int16: 4, torch.uint8: 5}
-"""What a kernel branches on to read a tensor; 0 belongs to an absent tensor, int16 to low words (`split_words`), uint8
-to optimizer state (`eight_bits`)."""
+"""Dtype -> code that kernels branch on to read a tensor; 0 means absent. int16 is for low words (`split_words`), uint8
+for optimizer state (`eight_bits`)."""
 
 
 class Chunks:
-    """Cuts tensors of fixed sizes into pieces of at most `chunk_size` elements, one program each.
+    """Cuts tensors of fixed sizes into chunks of at most `chunk_size` elements, one per program.
 
-    A tensor smaller than that is one piece, an empty one none. Pieces never cross a tensor's end, so a program deals
-    with one dtype and one set of hyperparameters.
+    A tensor smaller than that is one chunk, an empty one none. Chunks never cross a tensor's end, so a program handles
+    one dtype and one set of hyperparameters.
     """
 
     def __init__(self, sizes: Sequence[int], device: torch.device, chunk_size: int = 4096) -> None:
-        """Lays out the tables for `sizes` (elements per tensor) on `device`.
+        """Creates the tables for `sizes` (elements per tensor) on `device`.
 
-        The chunk size is a power of two from 16 on, which a program's vectors and the 16-byte alignment of its first
-        element need.
+        The chunk size is a power of two, at least 16: a program's vectors and the 16-byte alignment of its first
+        element need that.
         """
         size = torch.tensor(list(sizes), dtype=torch.int64)
         chunks_per_tensor = (size + chunk_size - 1) // chunk_size
@@ -32,72 +32,72 @@ class Chunks:
         first_chunk = chunks_per_tensor.cumsum(0) - chunks_per_tensor
         start = (torch.arange(len(tensor)) - first_chunk[tensor]) * chunk_size
         length = (size[tensor] - start).clamp(max=chunk_size)
-        # Programs begin in this order, and one whose chunk ends early, which is not read in wide vectors, may take
-        # longer: it comes first, lest the others wait for it at the end.
+        # Programs start in this order. Short chunks, which are not read in wide vectors, may take longer: they come
+        # first, so that the launch does not wait for them at the end.
         order = torch.argsort((length == chunk_size).int(), stable=True)
         self.chunk_size = chunk_size
         self.num_chunks = len(tensor)
         self.tensor = tensor[order].int().to(device)
-        """The tensor that each chunk belongs to, int32 [num_chunks]."""
+        """Index of each chunk's tensor, int32 [num_chunks]."""
         self.start = start[order].to(device)
-        """Each chunk's first element, counted in its tensor, int64 [num_chunks]; a multiple of `chunk_size`."""
+        """Index of each chunk's first element in its tensor, int64 [num_chunks]; a multiple of `chunk_size`."""
         self.length = length[order].int().to(device)
-        """Elements of each chunk, int32 [num_chunks]; those of `chunk_size` last."""
+        """Number of elements of each chunk, int32 [num_chunks]; full chunks come last."""
 
 
 class TensorTable:
-    """Where a list of tensors lies, for kernels to read: an address and a dtype code per tensor, 0 for an absent one.
+    """Table of a list of tensors for kernels to read: an address and a dtype code per tensor, 0 for an absent one.
 
-    A captured CUDA graph reads the table at each replay, so the tensors may be named after the capture.
+    A captured CUDA graph reads the table at each replay, so the tensors may be set after the capture.
     """
 
     def __init__(self, num_tensors: int, device: torch.device, *, sizes: Sequence[int] | None = None) -> None:
-        """Begins with every tensor absent; `sizes` are what `point_to` accepts (None: any)."""
+        """Begins with every tensor absent; `sizes` are the element counts that `point_to` accepts (None: any)."""
         self.num_tensors, self.device = num_tensors, torch.device(device)
         self._sizes = None if sizes is None else list(sizes)
-        # One buffer, one upload. The codes begin at a multiple of 16 bytes whatever the number of tensors: a kernel is
-        # compiled anew for a pointer of another alignment.
+        # One buffer, one upload. The codes begin at a multiple of 16 bytes for any number of tensors, since Triton
+        # recompiles a kernel for a pointer of another alignment.
         self._codes_at = num_tensors + num_tensors % 2
         self._packed = torch.zeros(self._codes_at + (num_tensors + 1) // 2, dtype=torch.int64, device=self.device)
         self._addresses = self._packed[:num_tensors]
         self._codes = self._packed[self._codes_at :].view(torch.int32)[:num_tensors]
         self.dtypes: frozenset[torch.dtype] = frozenset()
-        """The dtypes among the tensors last named."""
+        """The dtypes among the current tensors."""
         self._tensors: tuple[Tensor | None, ...] = (None,) * num_tensors
         self._named = self._uploaded = [0] * num_tensors, [0] * num_tensors
 
     @property
     def addresses(self) -> Tensor:
-        """Device addresses, int64 [num_tensors]; 0: absent."""
+        """Device addresses, int64 [num_tensors]; 0 if absent."""
         self._upload_on_cpu()
         return self._addresses
 
     @property
     def codes(self) -> Tensor:
-        """Values of `DTYPE_CODES`, int32 [num_tensors]; 0: absent."""
+        """Values of `DTYPE_CODES`, int32 [num_tensors]; 0 if absent."""
         self._upload_on_cpu()
         return self._codes
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors last named; on a CPU only.
+        """The current tensors; on a CPU only.
 
         Raises:
-            RuntimeError: the table is elsewhere, where it keeps no reference.
+            RuntimeError: the table is on another device, where it keeps no references.
         """
         if self.device.type != "cpu":
             raise RuntimeError(f"a table on {self.device} keeps no reference to its tensors")
         return self._tensors
 
     def point_to(self, tensors: Sequence[Tensor | None], *, upload: bool = True) -> None:
-        """Names the tensors (None: absent), without waiting for the device and without a copy when nothing changed.
+        """Sets the tensors (None: absent), without waiting for the device and without a copy if nothing changed.
 
-        On a GPU the caller keeps their memory for as long as kernels, or replays of a captured graph, read the table.
-        Without `upload`, as while one is being captured, kernels see them once `upload_named` has been called.
+        On a GPU the caller keeps their memory alive as long as kernels, or replays of a captured graph, read the table.
+        Without `upload`, as during the capture of a graph, kernels see them once `upload_named` has been called.
 
         Raises:
-            ValueError: another number of tensors, or one of them has another size, dtype or device than this table
-                takes, or elements that do not fill one stretch of memory.
+            ValueError: the number of tensors is wrong, or one has another size, dtype or device than this table takes,
+                or elements that do not fill one contiguous range of memory.
         """
         if len(tensors) != self.num_tensors:
             raise ValueError(f"{len(tensors)} tensors for a table of {self.num_tensors}")
@@ -113,7 +113,7 @@ class TensorTable:
             self.upload_named()
 
     def upload_named(self) -> None:
-        """Brings to the device what was named without `upload`."""
+        """Uploads the tensors' addresses and codes if the device does not have them yet."""
         if self._named == self._uploaded:
             return
         addresses, codes = self._uploaded = self._named
@@ -123,11 +123,11 @@ class TensorTable:
         upload(packed, self._packed)
 
     def forget(self) -> None:
-        """Lets go of the tensors on a CPU; on a GPU, where none are held, kernels go on reading the addresses."""
+        """Releases the tensors on a CPU; on a GPU, where none are held, kernels still read the addresses."""
         self._tensors = (None,) * self.num_tensors
 
     def _upload_on_cpu(self) -> None:
-        if self.device.type == "cpu":  # where nothing reads the table but Triton's interpreter, which asks for it
+        if self.device.type == "cpu":  # only Triton's interpreter reads the table there, through these properties
             self.upload_named()
 
     def _check(self, index: int, tensor: Tensor) -> None:
@@ -146,7 +146,7 @@ class TensorTable:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Returns whether the elements fill one stretch of memory, in any order of the dimensions, each place once."""
+    """Returns whether the elements fill one range of memory without overlap, in any order of the dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -158,7 +158,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def have_equal_dense_strides(*tensors: Tensor) -> bool:
-    """Returns whether all fill one stretch of memory each, in the same order: elementwise work may ignore their shape.
+    """Returns whether all are dense with equal strides, so that elementwise kernels may ignore their shape.
 
     Strides of dimensions of size 1 do not count.
     """
@@ -173,9 +173,9 @@ def _strides(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def upload(values: Tensor, destination: Tensor) -> None:
-    """Copies `values` from the host into `destination`, without waiting when that is on a GPU.
+    """Copies `values` from the host into `destination`, without waiting if that is on a GPU.
 
-    Page-locked memory is taken afresh each time: PyTorch gives it out again only when the copy that reads it is done.
+    Pinned memory is allocated anew each time: PyTorch reuses it only after the copy that reads it is done.
     """
     if destination.device.type == "cuda":
         values = values.pin_memory()

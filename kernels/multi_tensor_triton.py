@@ -1,4 +1,4 @@
-"""What kernels over a `TensorTable` have in common: its dtype codes, and how elements are read."""
+"""Shared parts of kernels over a `TensorTable`: its dtype codes, and loading of elements."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ UINT8 = tl.constexpr(DTYPE_CODES[torch.uint8])
 def load_fp32(address, dtype: tl.constexpr, offsets, length, FULL: tl.constexpr, ALIGN: tl.constexpr):
     """Returns the elements of `dtype` at `address` + `offsets` as fp32.
 
-    FULL promises that all of them exist and that the address is a multiple of ALIGN bytes, which is then how much a
-    thread reads at once; else those from `length` on read 0.
+    FULL promises that all of them exist and that the address is a multiple of ALIGN bytes, which a thread then reads at
+    once. Otherwise elements from `length` on read as 0.
     """
     pointer = address.to(tl.pointer_type(dtype))
     if FULL:

@@ -1,4 +1,4 @@
-"""FP32 numbers as two words of 16 bits: the nearest BF16 number, and what leads from it back to the FP32 one."""
+"""FP32 numbers as two 16-bit words: the nearest BF16 number, and the difference that restores the FP32 number."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the high words (bf16) and the low words (int16) of fp32 `values`, in their shape.
 
     With b the 32 bits of a number: high = (b + 2^15) >> 16 and low = b - (high << 16), as a signed integer. The high
-    word is the BF16 number nearest to the FP32 one, of two at equal distance the larger in magnitude. `join` returns
-    every number bit for bit. Truncation would lose no bit either, but shrinks each weight that computes by up to 0.8 %,
-    all in one direction. A NaN is not rounded, for it might become a number; it stays a NaN, perhaps of other bits.
+    word is the BF16 number nearest to the FP32 one; ties go to the larger magnitude. `join` restores every number bit
+    for bit. Truncation would lose no bit either, but layers would compute with weights that are smaller by up to 0.8 %,
+    all in one direction. A NaN is not rounded, since it might become a number; it stays a NaN, perhaps of other bits.
     """
     bits = values.view(torch.int32)
     high = torch.where(values.isnan(), bits, bits + 0x8000) >> 16
@@ -20,5 +20,5 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    """Returns the fp32 numbers that `split` made these words of."""
+    """Returns the fp32 numbers that `split` turned into these words."""
     return ((high.view(torch.int16).int() << 16) + low.int()).view(torch.float32)

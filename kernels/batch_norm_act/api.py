@@ -1,4 +1,4 @@
-"""The operation's entries: what it computes, and of what."""
+"""Entry points of fused batch normalization: the operation, and its recomputation in a backward pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from triaccel_ray.kernels.batch_norm_act.reference import Activation, RunningStatistics
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What the kernels read and write."""
+"""Dtypes that the kernels read and write."""
 
 
 def batch_norm_act(
@@ -27,16 +27,15 @@ def batch_norm_act(
     output_dtype: torch.dtype | None = None,
     forked: bool = False,
 ) -> Any:
-    """Returns activation((x - mean) / sqrt(var + eps) weight + bias + residual), mean and var those of this batch.
+    """Returns activation((x - mean) / sqrt(var + eps) weight + bias + residual), with batch mean and var.
 
     Ioffe and Szegedy 2015, in training mode: mean and biased variance per channel over batch and pixels. Arithmetic is
-    float32 whatever the dtypes. Gradients flow to x, weight, bias and residual, each in its tensor's dtype, once
-    (no double backward).
+    float32 for all dtypes. Gradients flow to x, weight, bias and residual, each in its tensor's dtype; there is no
+    double backward.
 
-    Forward and backward are three launches each, without synchronisation or floating-point atomics: equal
-    inputs give equal bits, and a CUDA graph may hold them. Kept for the backward pass are x, two numbers a channel and,
-    with residual and activation, the output (ReLU) or the residual (other activations): none of them may change in
-    place before it.
+    Forward and backward are three launches each, without synchronization or floating-point atomics: equal inputs give
+    equal bits, and a CUDA graph can capture them. The backward pass needs x, two numbers per channel and, with residual
+    and activation, the output (ReLU) or the residual (other activations). None of them may change in place before it.
 
     Args:
         x: [n, c, h, w] with more than one value per channel, of `DTYPES`, in channels_last memory.
@@ -45,16 +44,16 @@ def batch_norm_act(
         running: moving averages, updated in place.
         eps: added to the variance.
         activation: "none", "relu", "relu6", "silu" or "hardswish".
-        residual: added before the activation; x's shape and memory layout, a dtype of its own among `DTYPES`.
-        output_dtype: of the result, one of `DTYPES`; None for x's.
-        forked: the result is returned twice, over the same memory, for two readers. Their gradients are added inside
-            the backward kernels, where autograd would write their sum to memory and read it again: a fork into a block
-            and its residual connection costs a third read instead. Neither may be changed in place.
+        residual: added before the activation; in x's shape and memory layout, of any of `DTYPES`.
+        output_dtype: dtype of the result, one of `DTYPES`; None means x's.
+        forked: whether to return the result twice, over the same memory, for two readers. Their gradients are added
+            inside the backward kernels, where autograd would write their sum to memory and read it again: a fork into
+            a block and its residual connection costs a third read instead. Neither result may be changed in place.
 
     Returns:
-        [n, c, h, w], in the memory layout of x; a pair of them where forked.
+        [n, c, h, w], in the memory layout of x; a pair of them if forked.
     """
-    from triaccel_ray.kernels.batch_norm_act.launch import Call, launch  # here: without a GPU triton need not exist
+    from triaccel_ray.kernels.batch_norm_act.launch import Call, launch  # here: triton may be missing without a GPU
 
     dtype = output_dtype or x.dtype
     call = Call(running=running, eps=eps, activation=activation, output_dtype=dtype, forked=forked)
@@ -62,13 +61,13 @@ def batch_norm_act(
 
 
 def recomputer(y: Tensor) -> Callable[[], Tensor] | None:
-    """Returns what computes `y`, an output of `batch_norm_act`, once more, bit for bit and in one launch.
+    """Returns a function that recomputes `y`, an output of `batch_norm_act`, bit for bit and in one launch.
 
-    Whoever keeps y for a backward pass may keep this in its place: it holds on to nothing that the backward pass of y
-    does not need anyway (compare In-Place Activated BatchNorm, Rota Bulò et al. 2018). To be called before that.
+    Code that saves y for its backward pass can save this function instead: it holds only tensors that the backward pass
+    of y needs anyway (compare In-Place Activated BatchNorm, Rota Bulò et al. 2018). Call it before that backward pass.
 
     Returns:
-        A function without arguments; None where y was not computed by the kernels, has a residual in it or is forked.
+        A function without arguments; None if y was not computed by the kernels, includes a residual or is forked.
     """
     recompute = getattr(y.grad_fn, "recompute", None)
     return None if recompute is None else functools.partial(recompute, y.grad_fn)

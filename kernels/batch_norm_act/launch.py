@@ -1,4 +1,4 @@
-"""The kernels as one differentiable function."""
+"""Fused batch normalization as a differentiable function that launches the kernels."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from triaccel_ray.kernels.batch_norm_act.reference import Activation, RunningSta
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of the programs of one kind of kernel."""
+    """Launch parameters of one kind of kernel."""
 
     tile: int
-    """Elements that a program holds at a time."""
+    """Elements that a program processes at a time."""
     num_warps: int
     per_multiprocessor: int
-    """Programs wanted for each multiprocessor."""
+    """Programs to launch per multiprocessor."""
     num_stages: int
-    """Tiles on their way from memory, 1 for none beside the one that is waited for."""
+    """Pipeline stages: tiles in flight from memory. 1 means no prefetching."""
 
 
 # Measured on an H200 over the norms of ResNet-18 and EfficientNet-B0. Reductions and exponentials leave few registers,
-# so they fetch ahead through shared memory; the others keep more loads in flight with more warps.
+# so they prefetch through shared memory; the others keep more loads in flight with more warps.
 REDUCING = Shape(tile=2048, num_warps=4, per_multiprocessor=4, num_stages=3)
 APPLYING = Shape(tile=2048, num_warps=8, per_multiprocessor=4, num_stages=1)
 APPLYING_EXPONENTIALS = Shape(tile=2048, num_warps=4, per_multiprocessor=8, num_stages=3)
 _FINISHING_CHANNELS, _FINISHING_PARTS = 8, 256
-"""Block of the table of partial results: 32 bytes wide, and as long as most tables."""
+"""Block read from the table of partial results: 32 bytes wide, and as long as most tables."""
 _INTERPRETED_MULTIPROCESSORS = 2
-"""For which work is divided where Triton interprets its kernels on a CPU, a millisecond a program."""
+"""Number assumed when Triton interprets kernels on a CPU, which takes a millisecond per program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call's arguments that have no gradient."""
+    """Arguments of one call that have no gradient."""
 
     running: RunningStatistics
     eps: float
     activation: Activation
     output_dtype: torch.dtype
     forked: bool = False
-    """Whether the output is wanted twice, with a gradient each."""
+    """Whether to return the output twice, each with its own gradient."""
 
 
 def launch(call: Call, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, ...]:
-    """Returns the output, twice when forked; `batch_norm_act.api` describes the arguments."""
+    """Returns the output, twice if forked; see `batch_norm_act.api` for the arguments."""
     outputs: Tensor | tuple[Tensor, ...] = _BatchNormAct.apply(call, x, weight, bias, residual)
     return outputs
 
@@ -95,7 +95,7 @@ class _BatchNormAct(torch.autograd.Function):
         dy, fork = present[0], present[1] if len(present) > 1 else None
         activation, residual_dtype = ctx.call.activation, ctx.residual_dtype if ctx.needs_input_grad[4] else None
         matrix, per_channel = Matrix(x), (mean, rstd, weight, bias)
-        # The residual's gradient is dz: written by the first pass, it spares the second one all it is made of.
+        # The residual's gradient is dz. If the first pass writes it, the second need not read what dz is computed from.
         writes_dz = residual_dtype is not None and (activation != "none" or fork is not None)
         dz = torch.empty_like(dy) if writes_dz else None
         tensors = (dy, fork, x, kept, dz)
@@ -114,22 +114,22 @@ class _BatchNormAct(torch.autograd.Function):
 
 
 class Matrix:
-    """The pixels and channels of x, divided among programs: what launches on tensors of this shape have in common."""
+    """Launches kernels on x as a matrix of pixels (rows) and channels, divided among programs."""
 
     def __init__(self, x: Tensor, num_matrices: int = 1) -> None:
-        """Divides a tensor [n, c, h, w] in channels_last memory into so many matrices of rows, each among programs."""
+        """Divides x [n, c, h, w] in channels_last memory into `num_matrices` matrices of rows, each among programs."""
         self._x = x
         self._num_channels = x.shape[1]
         self._unit = math.gcd(self._num_channels, 8)
         self._num_matrices = num_matrices
         self._num_rows = x.numel() // self._num_channels // num_matrices
-        # 32 channels are 64 bytes of a pixel in half precision, as much as memory moves at least. More leave lanes idle
-        # for 96 or 144 channels, and lengthen the table of partial results, for 2% more speed on large maps of 64.
+        # 32 channels are 64 bytes of a pixel in half precision, the least that memory transfers. More leave lanes idle
+        # for 96 or 144 channels and lengthen the table of partial results, for 2% more speed on large maps of 64.
         self._block_channels = 16 if self._num_channels <= 16 else 32
         _, self.num_parts = self._grid(REDUCING)
-        """Programs among which a reduction divides a matrix's rows: as many partial results."""
+        """Programs that share a matrix's rows in a reduction, and so the number of partial results."""
         early = can_start_early(x.device)
-        # Fusion of multiply-adds is asked for because Triton warns of its default, which 3.10 turns off.
+        # Fusion of multiply-adds is set explicitly: Triton warns about its default, which 3.10 turns off.
         self._launching = {"EARLY": early, "enable_fp_fusion": True, **({"launch_pdl": True} if early else {})}
 
     def statistics(self, call: Call) -> tuple[Tensor, Tensor]:
@@ -154,7 +154,7 @@ class Matrix:
         return dweight, dbias
 
     def apply(self, kernel: Any, *tensors: Tensor | None, activation: Activation) -> None:
-        """Launches a kernel that writes tensors of the shape of x."""
+        """Launches a kernel that writes tensors of x's shape."""
         shape = APPLYING_EXPONENTIALS if activation == "silu" else APPLYING
         self.start(kernel, shape, *tensors, ACTIVATION=activation)
 
@@ -166,9 +166,9 @@ class Matrix:
         return torch.empty(shape, dtype=torch.float32, device=self._x.device)
 
     def _grid(self, shape: Shape) -> tuple[int, int]:
-        """Returns the numbers of programs along channels, the fastest, and rows: none of them without a tile.
+        """Returns the number of programs along channels, the fastest axis, and along rows; each has at least one tile.
 
-        Of a block of channels, program i of n takes tiles i, i + n, i + 2 n, ... of the rows. A rule, no trial runs.
+        In a block of channels, program i of n takes tiles i, i + n, i + 2 n, ... of the rows. There is no autotuning.
         """
         num_blocks = _ceil(self._num_channels, self._block_channels)
         num_tiles = _ceil(self._num_rows, shape.tile // self._block_channels)
@@ -176,8 +176,8 @@ class Matrix:
         return num_blocks, min(num_tiles, max(1, shape.per_multiprocessor * multiprocessors // num_blocks))
 
     def start(self, kernel: Any, shape: Shape, *tensors: Tensor | float | None, **constants: Any) -> None:
-        """Launches a kernel, the matrices along the grid's third axis."""
-        with torch.cuda.device_of(self._x):  # triton launches on the current device, whatever the tensors'
+        """Launches a kernel with the matrices along the grid's third axis."""
+        with torch.cuda.device_of(self._x):  # triton launches on the current device, not on that of the tensors
             kernel[(*self._grid(shape), self._num_matrices)](
                 *tensors,
                 num_rows=self._num_rows,
@@ -207,7 +207,7 @@ class Matrix:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Returns among how many multiprocessors work is divided."""
+    """Returns the number of multiprocessors that work is divided among."""
     if device.type != "cuda":
         return _INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -215,7 +215,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def can_start_early(device: torch.device) -> bool:
-    """Returns whether a kernel may be started while the one before it ends."""
+    """Returns whether a kernel can start while its predecessor ends (programmatic dependent launch)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

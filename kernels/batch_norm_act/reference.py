@@ -1,4 +1,4 @@
-"""The operation in plain torch, the specification of the kernels."""
+"""Fused batch normalization in plain PyTorch: the specification of the kernels."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunningStatistics:
-    """Moving averages, written in place by every call in training mode, as `torch.nn.BatchNorm2d` does."""
+    """Moving averages, updated in place by every call, as in `torch.nn.BatchNorm2d` in training mode."""
 
     mean: Tensor
-    """[C], of the channels' means."""
+    """Of each channel's mean, [C]."""
     var: Tensor
-    """[C], of the channels' unbiased variances."""
+    """Of each channel's unbiased variance, [C]."""
     num_batches: Tensor | None = None
-    """Integer scalar, increased by one; None: not counted."""
+    """Integer scalar, increased by one per call; None disables the count."""
     momentum: float = 0.1
     """Weight of the new batch, in [0, 1]."""
 
@@ -46,7 +46,7 @@ def batch_norm_act(
     residual: Tensor | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns `batch_norm_act` of tensors on any device; fp64 is computed in fp64."""
+    """Returns the result of `api.batch_norm_act` for tensors on any device; fp64 is computed in fp64."""
     compute = torch.promote_types(x.dtype, torch.float32)
     if running.num_batches is not None:
         running.num_batches.add_(1)

@@ -1,11 +1,11 @@
-"""The kernels: [R, C] matrices of pixels and channels, channels contiguous.
+"""Triton kernels of fused batch normalization, on [R, C] matrices of pixels and channels with channels contiguous.
 
-Each direction takes three launches: one leaves partial results of each part of the rows, a tiny one combines them, one
-applies. On GPUs that can, each is started while its predecessor ends (programmatic dependent launch) and waits before
-it touches memory: a microsecond less per launch. Programs take tiles in turn, so that all of them together sweep memory
-from front to back. Measured and rejected: combining in the last program of the first launch to arrive (its fence and
-its lone reading take longer than a launch), and in every program of the last (it costs registers, and with them loads
-in flight).
+Each direction takes three launches: one writes partial results for each part of the rows, a tiny one combines them, one
+applies the result. On GPUs with programmatic dependent launch, each kernel starts while its predecessor ends and waits
+before it touches memory, which saves a microsecond per launch. Programs take tiles in turn, so that together they sweep
+memory from front to back. Measured and rejected: combining in the last program of the first launch to arrive (its fence
+and its lone reading take longer than a launch), and in every program of the third launch (it costs registers, and with
+them loads in flight).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 
 _RUNTIME = ["num_rows", "channel_units", "num_parts", "tile_rows"]
-"""Sizes that are never compiled in: a new batch size must not cost a compilation."""
+"""Arguments that Triton must not specialize on: a new batch size must not cost a compilation."""
 
 
 @triton.jit
 def channel_block(channel_units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the number of channels, this program's channels int32 [BLOCK], and which of them exist.
+    """Returns the number of channels, this program's channels int32 [BLOCK], and the mask of those that exist.
 
-    As a product with a constant the number is known to be divisible, which makes 16-byte accesses possible.
+    The number is computed as a product with UNIT, so the compiler knows a divisor of it and can use 16-byte accesses.
     """
     channels = channel_units * UNIT
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -30,7 +30,7 @@ def channel_block(channel_units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def wait(EARLY: tl.constexpr):
-    """Waits for the kernels before this one, all that they wrote included, when it was started ahead of their end."""
+    """Waits until preceding kernels have ended and their writes are visible, if this kernel may start before that."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
 
@@ -52,7 +52,7 @@ def _activated(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _through_activation(dy, z, ACTIVATION: tl.constexpr):
-    """Returns the gradient before the activation from the one after it; for ReLU, z may be its output too."""
+    """Returns the gradient before the activation from the one after it; for ReLU, z may also be its output."""
     if ACTIVATION == "relu":
         dy = tl.where(z <= 0.0, 0.0, dy)
     elif ACTIVATION == "relu6":
@@ -71,11 +71,11 @@ def statistics(
     EARLY: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Writes mean and sum of squared deviations of each part of the rows: `partials`, fp32 [2, parts, C].
+    """Writes the mean and sum of squared deviations of each part of the rows to `partials`, fp32 [2, parts, C].
 
-    A lane, every BLOCK_ROWS-th row of a part, sums deviations from its first value. That is the mean of one of its n
-    values, so it is at most sqrt(n) standard deviations from the mean of all, and rounding errors grow by less than a
-    factor of n, tens to hundreds, whatever the data. Lanes are combined after Chan, Golub, LeVeque 1983, equation 2.1.
+    A lane takes every BLOCK_ROWS-th row of a part and sums deviations from its first value. As one of its n values, the
+    first is at most sqrt(n) standard deviations from their mean. So for any data, rounding errors grow by less than a
+    factor of n, tens to hundreds. Lanes are combined after Chan, Golub, LeVeque 1983, equation 2.1.
     """
     wait(EARLY)
     channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
@@ -114,7 +114,7 @@ def finish_statistics(
 ):  # fmt: skip
     """Writes the channels' mean and rstd = 1 / sqrt(var + eps), fp32 [C], and updates the running statistics.
 
-    Deviations are taken from the first part's mean: as in `statistics`, rounding errors grow by less than a factor of
+    Deviations are taken from the first part's mean. As in `statistics`, rounding errors grow by less than a factor of
     the number of parts.
     """
     wait(EARLY)
@@ -183,10 +183,10 @@ def gradient_sums(
     ACTIVATION: tl.constexpr, EARLY: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the sums of dz and of dz (x - mean) rstd over each part, `partials`, fp32 [2, parts, C], and dz if wanted.
+    """Writes the sums of dz and of dz (x - mean) rstd over each part to `partials`, fp32 [2, parts, C].
 
-    dz is the gradient before the activation, of dy plus `dy_fork`. `kept` is the output for ReLU with a residual, the
-    residual for other activations.
+    dz is the gradient before the activation, of dy plus `dy_fork`; `dz_out` receives it unless None. `kept` is the
+    output for ReLU with a residual, the residual for other activations.
     """
     wait(EARLY)
     channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
@@ -208,7 +208,7 @@ def gradient_sums(
         if dz_out is not None:
             rounded = dz.to(dz_out.dtype.element_ty)
             tl.store(dz_out + at, rounded, mask=mask)
-            dz = rounded.to(tl.float32)  # what `gradient` will read
+            dz = rounded.to(tl.float32)  # the value that `gradient` reads
         total += dz
         moment += dz * centred
     row = tl.program_id(1)
@@ -244,7 +244,7 @@ def gradient(
     ACTIVATION: tl.constexpr, EARLY: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Writes dx = weight rstd (dz - dbias / R - (x - mean) rstd dweight / R), and dz as `dresidual` if wanted."""
+    """Writes dx = weight rstd (dz - dbias / R - (x - mean) rstd dweight / R), and dz to `dresidual`, if given."""
     wait(EARLY)
     channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
     shift = tl.load(mean + columns, mask=exists, other=0.0)[None, :]

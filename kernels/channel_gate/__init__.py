@@ -1,1 +1,1 @@
-"""Global average pooling and the product with a gate of one value per sample and channel, forward and backward."""
+"""Squeeze-and-excitation's global average pooling and gating per sample and channel, forward and backward."""

@@ -1,4 +1,4 @@
-"""The kernels as two differentiable functions that share one backward pass over memory."""
+"""Pooling and gating as two differentiable functions that share one backward pass over memory."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from triaccel_ray.kernels.channel_gate import triton as kernels
 
 
 class Pooled(NamedTuple):
-    """A tensor between `pool` and `multiply`."""
+    """The pooled tensor, for `multiply`."""
 
     x: Tensor
-    """Over the memory of the pooled tensor: to be read only."""
+    """Shares memory with the pooled tensor; must not be changed in place."""
     gates: list[Tensor]
-    """That of `multiply`, once it was called, for the backward pass of `pool`."""
+    """Empty until `multiply` adds its gate, which the backward pass of `pool` needs."""
 
 
 def pool(x: Tensor) -> tuple[Tensor, Pooled]:
     """Returns the mean of x over its pixels, [n, c, 1, 1] in x's dtype, and x for a later `multiply`.
 
     Sums are float32, in a fixed order: equal inputs give equal bits. The gradient of x is written once for both
-    readers, where autograd writes one for each and then their sum. No double backward.
+    functions, where autograd would write one for each and then their sum. There is no double backward.
 
     Args:
-        x: [n, c, h, w], float32, float16 or bfloat16, channels_last memory; n at most 65535.
+        x: [n, c, h, w], float32, float16 or bfloat16, in channels_last memory; n at most 65535.
     """
     gates: list[Tensor] = []
     mean, alias = _Pool.apply(x, gates)
@@ -36,10 +36,10 @@ def pool(x: Tensor) -> tuple[Tensor, Pooled]:
 
 
 def multiply(pooled: Pooled, gate: Tensor) -> Tensor:
-    """Returns x gate, in the dtype that both promote to; to be called at most once.
+    """Returns x gate, in the dtype that both promote to; call it at most once.
 
     Args:
-        pooled: x, from `pool`; kept for the backward pass, as is gate.
+        pooled: x, from `pool`; saved for the backward pass, as is the gate.
         gate: [n, c, 1, 1], float32, float16 or bfloat16; its gradient is summed in float32.
     """
     y: Tensor = _Multiply.apply(*pooled, gate)
@@ -66,7 +66,7 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gates: list[Tensor], gate: Tensor) -> Tensor:
         ctx.save_for_backward(x, gate)
-        gates.append(gate.detach())  # with its history it would keep itself alive
+        gates.append(gate.detach())  # with its autograd graph it would form a cycle
         return _scaled(x, gate, None, torch.promote_types(x.dtype, gate.dtype), 0.0)
 
     @staticmethod
@@ -74,7 +74,7 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, gate = ctx.saved_tensors
         dy = dy.contiguous(memory_format=torch.channels_last)
-        return dy, None, _sums(dy, x, gate.dtype, 1.0) if ctx.needs_input_grad[2] else None  # `_Pool` scales dy
+        return dy, None, _sums(dy, x, gate.dtype, 1.0) if ctx.needs_input_grad[2] else None  # `_Pool` applies the gate
 
 
 def _sums(x: Tensor, factor: Tensor | None, dtype: torch.dtype, share: float) -> Tensor:

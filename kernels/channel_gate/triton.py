@@ -1,4 +1,4 @@
-"""The kernels: each sample's [R, C] matrix of pixels and channels, channels contiguous.
+"""Triton kernels of pooling and gating, on each sample's [R, C] matrix of pixels and channels, channels contiguous.
 
 Program (i, j, n) takes tiles j, j + parts, ... of the rows of sample n, for block i of the channels.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 from triaccel_ray.kernels.batch_norm_act.triton import channel_block, wait
 
 _RUNTIME = ["num_rows", "channel_units"]
-"""Sizes that are never compiled in: a new batch or image size must not cost a compilation."""
+"""Arguments that Triton must not specialize on: a new batch or image size must not cost a compilation."""
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -20,7 +20,7 @@ def sums(
     EARLY: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Writes `share` times the sum of x, or of x factor, over each part of a sample's rows: `out`, [parts, N, C]."""
+    """Writes `share` times the sum of x, or of x factor, over each part of a sample's rows to `out`, [parts, N, C]."""
     wait(EARLY)
     channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
     sample, stride = tl.program_id(2).to(tl.int64), channels.to(tl.int64)

@@ -1,1 +1,1 @@
-"""Convolution of each channel with a filter of its own, forward and backward."""
+"""Depthwise convolution: each channel with its own filter, forward and backward."""

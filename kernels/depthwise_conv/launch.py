@@ -1,4 +1,4 @@
-"""The kernels as one differentiable function."""
+"""Depthwise convolution as a differentiable function that launches the kernels."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import Tensor
 from triaccel_ray.kernels.batch_norm_act.launch import can_start_early, num_multiprocessors
 from triaccel_ray.kernels.depthwise_conv import triton as kernels
 
-# Measured on an H200 over the shapes of EfficientNet-B0. Outputs of a strip share what they read, and leave fewer
-# registers; a weight's gradient has a sum for each tap there as well.
+# Measured on an H200 over the shapes of EfficientNet-B0. Outputs of a strip share loads, but each takes registers; the
+# weight's gradient also keeps a sum per tap in registers.
 _WIDTH, _WEIGHT_WIDTH = 8, 4
-"""Outputs of a strip, of `convolve` and of `weight_gradient`."""
+"""Outputs per strip, in `convolve` and in `weight_gradient`."""
 _TILE = 1024
-"""Strips times channels of a program, at a time: one vector of channels a thread."""
+"""Strips times channels that a program processes at a time: one vector of channels per thread."""
 _PROGRAMS_PER_MULTIPROCESSOR = 4
-"""Of `weight_gradient`, which takes several tiles."""
+"""Of `weight_gradient`, each of whose programs takes several tiles."""
 
 
 def depthwise_conv(x: Tensor, weight: Tensor, *, stride: int, padding: int) -> Tensor:
     """Returns each channel of x convolved with its own filter: [n, c, h', w'], channels_last, x's dtype.
 
-    The first call for a new shape costs no tuning.
+    The first call for a new shape does no autotuning.
 
     Args:
         x: [n, c, h, w], float32, float16 or bfloat16; copied unless its memory is channels_last.
         weight: [c, 1, k, k] in x's dtype, k at most 7.
-        stride: of both directions.
-        padding: zeros on each side of both directions; at least one filter fits.
+        stride: same in both directions.
+        padding: zeros on each side of both directions; at least one filter must fit.
     """
     y: Tensor = _DepthwiseConv.apply(x.contiguous(memory_format=torch.channels_last), weight, stride, padding)
     return y
@@ -50,7 +50,7 @@ class _DepthwiseConv(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, taps = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradients are to be differentiated: PyTorch's are
+        if torch.is_grad_enabled():  # create_graph: only PyTorch's gradients are differentiable
             both = [[size] * 2 for size in (ctx.stride, ctx.padding, 1, 0)]
             stride, padding, dilation, output_padding = both
             dx, dweight, _ = torch.ops.aten.convolution_backward(
@@ -71,10 +71,10 @@ class _DepthwiseConv(torch.autograd.Function):
 def _convolve(
     x: Tensor, taps: Tensor, y: Tensor, weight: Tensor, stride: int, padding: int, *, transposed: bool
 ) -> None:
-    """Writes y, the convolution of x, or x's gradient of the output as that of the input."""
+    """Writes the convolution of x to y or, if `transposed`, the input's gradient for the output's gradient x."""
     block, size = _block_channels(y), weight.shape[-1]
     width = -(-_WIDTH // stride) * stride if transposed else _WIDTH
-    if transposed:  # of output o tap j reads the column m = (o + padding - j) / stride from the strip's own on
+    if transposed:  # for output o, tap j reads column m = (o + padding - j) / stride, relative to the strip's
         first, last = -((size - 1 - padding) // stride), (width - 1 + padding) // stride
     else:  # m = o stride + j - padding
         first, last = -padding, (width - 1) * stride + size - 1 - padding
@@ -88,7 +88,7 @@ def _convolve(
 
 
 def _weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
-    """Returns the gradient of the weight, [c, 1, k, k] in its dtype."""
+    """Returns the weight's gradient, [c, 1, k, k] in its dtype."""
     num_channels, size = len(weight), weight.shape[-1]
     block, num_strips = _block_channels(dy), _num_strips(dy, _WEIGHT_WIDTH)
     num_blocks = -(-num_channels // block)
@@ -112,10 +112,10 @@ def _start(
     kernel: Any, grid: tuple[int, int], tensors: tuple[Tensor, ...], source: Tensor, target: Tensor, num_strips: int,
     **constants: Any,
 ) -> None:  # fmt: skip
-    """Launches a kernel over strips of `target`, which reads pixels of `source`."""
+    """Launches a kernel over strips of `target` that reads pixels of `source`."""
     num_channels = source.shape[1]
     unit, early = math.gcd(num_channels, 8), can_start_early(source.device)
-    with torch.cuda.device_of(source):  # triton launches on the current device, whatever the tensors'
+    with torch.cuda.device_of(source):  # triton launches on the current device, not on that of the tensors
         kernel[grid](
             *tensors,
             num_strips=num_strips,

@@ -1,4 +1,4 @@
-"""The operation in plain torch, the specification of the kernels."""
+"""Depthwise convolution in plain PyTorch: the specification of the kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def depthwise_conv(x: Tensor, weight: Tensor, *, stride: int, padding: int) -> T
     Args:
         x: [n, c, h, w].
         weight: [c, 1, k, k].
-        stride: of both directions.
+        stride: same in both directions.
         padding: zeros on each side of both directions.
     """
     return F.conv2d(x, weight, None, stride, padding, groups=len(weight))

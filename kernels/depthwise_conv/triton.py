@@ -1,4 +1,4 @@
-"""The kernels: channels_last images, channels contiguous.
+"""Triton kernels of depthwise convolution, on channels_last images.
 
 Sums are float32, in a fixed order: equal inputs give equal bits.
 """
@@ -11,14 +11,14 @@ import triton.language as tl
 from triaccel_ray.kernels.batch_norm_act.triton import wait
 
 _RUNTIME = ["num_strips", "channel_units", "in_height", "in_width", "out_height", "out_width"]
-"""Sizes that are never compiled in: a new batch or image size must not cost a compilation."""
+"""Arguments that Triton must not specialize on: a new batch or image size must not cost a compilation."""
 
 
 @triton.jit
 def _channels_of(block, channel_units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the number of channels, a block's channels int32 [BLOCK], and which of them exist.
+    """Returns the number of channels, a block's channels int32 [BLOCK], and the mask of those that exist.
 
-    As a product with a constant the number is known to be divisible, which makes 16-byte accesses possible.
+    The number is computed as a product with UNIT, so the compiler knows a divisor of it and can use 16-byte accesses.
     """
     channels = channel_units * UNIT
     columns = block * BLOCK + tl.arange(0, BLOCK)
@@ -27,7 +27,7 @@ def _channels_of(block, channel_units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _strips_of(tile, per_line, height, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the first image of a tile of strips, and of each strip its image from there on, line and left column."""
+    """Returns a tile's first image and, for each strip, its image relative to that one, its line and left column."""
     first, per_image = tile * BLOCK, height * per_line
     strip = first + tl.arange(0, BLOCK)
     within = strip % per_image
@@ -36,7 +36,7 @@ def _strips_of(tile, per_line, height, WIDTH: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _line_of(top, tap, height, TRANSPOSED: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr):
-    """Returns the line that a row of taps reads for the output's line `top`, and whether there is one."""
+    """Returns the line that row `tap` of the filter reads for output line `top`, and whether that line exists."""
     if TRANSPOSED:
         distance = top + PADDING - tap
         at = distance // STRIDE
@@ -47,13 +47,13 @@ def _line_of(top, tap, height, TRANSPOSED: tl.constexpr, STRIDE: tl.constexpr, P
 
 @triton.jit
 def _appended(values, value):
-    """Returns the tuple and the value in one."""
-    return values + (value,)  # noqa: RUF005  # Triton unpacks no tuples
+    """Returns the tuple with the value appended."""
+    return values + (value,)  # noqa: RUF005  # Triton does not unpack tuples
 
 
 @triton.jit
 def _plus_product(total, value, factors, INDEX: tl.constexpr, LENGTH: tl.constexpr):
-    """Returns the total, and with it the product with the factor of this index, if there is one."""
+    """Returns the total plus value times the factor at INDEX; the total alone if there is no such factor."""
     if INDEX >= 0 and INDEX < LENGTH:
         return total + value * factors[INDEX]
     return total
@@ -67,10 +67,10 @@ def convolve(
     EARLY: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_STRIPS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Writes y from x: the convolution, or `TRANSPOSED`, the gradient of its input from that of its output.
+    """Writes the convolution of x to y or, if `TRANSPOSED`, the input's gradient for the output's gradient x.
 
-    Program (i, j) takes tile i of strips, WIDTH outputs of a line, for block j of the channels. A strip reads columns
-    FIRST to LAST from its own on, each once for a row of taps; taps are [SIZE * SIZE, C].
+    Program (i, j) takes tile i of strips for block j of the channels. A strip is WIDTH outputs of a line. It reads
+    columns FIRST to LAST - 1, relative to its own, once for each row of taps; taps are [SIZE * SIZE, C].
     """
     wait(EARLY)
     channels, columns, exists = _channels_of(tl.program_id(1), channel_units, UNIT, BLOCK_CHANNELS)
@@ -115,16 +115,16 @@ def weight_gradient(
     EARLY: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_STRIPS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Writes each part's share of the weight's gradient: `partials`, fp32 [parts, SIZE * SIZE, C].
+    """Writes each part's share of the weight's gradient to `partials`, fp32 [parts, SIZE * SIZE, C].
 
-    Program (p, j) takes the taps of row p % SIZE, and of strips as in `convolve` tiles p // SIZE, p // SIZE + parts
-    for block j of the channels: programs of other rows read the same memory at the same time.
+    Program (p, j) takes the taps of row p % SIZE and tiles p // SIZE, p // SIZE + parts, ... of strips as in `convolve`
+    for block j of the channels. Programs for other rows read the same memory at the same time.
     """
     wait(EARLY)
     channels, columns, exists = _channels_of(tl.program_id(1), channel_units, UNIT, BLOCK_CHANNELS)
     i, part, num_parts = tl.program_id(0) % SIZE, tl.program_id(0) // SIZE, tl.num_programs(0) // SIZE
     per_line = (out_width + WIDTH - 1) // WIDTH
-    # Columns that no output reads are left out: an Inf there must not meet the zeros beyond the last output.
+    # Columns that no output reads are masked: an Inf there times the zeros beyond the last output would give NaN.
     read_width = tl.minimum(in_width, (out_width - 1) * STRIDE + SIZE - PADDING)
     sums = ()
     for _ in tl.static_range(SIZE):

@@ -1,4 +1,4 @@
-"""Per-layer variance of the gradient, smoothed, and whether any gradient is not finite, in one pass over a model."""
+"""Smoothed gradient variance per layer, and detection of non-finite gradients, in one pass over a model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class GradStats:
 
     Var is the population variance over all elements of a group's tensors. Every tensor is read once; sums of squares
     are taken about the mean, chunk by chunk in fp32, and combined in fp64 (Chan, Golub and LeVeque, "Algorithms for
-    computing the sample variance", 1983): no digits are lost where the mean is far from 0. Nothing waits for the
-    device, and updates can be captured in a CUDA graph, whose replays read `TensorTable`s and scalars anew; update
-    once before a capture, with an empty table if need be: the kernels are compiled then.
+    computing the sample variance", 1983): no digits are lost if the mean is far from 0. No method waits for the
+    device. Updates can be captured in a CUDA graph, whose replays read the current `TensorTable`s and scalars. Update
+    once before a capture, with an empty table if necessary, to compile the kernels.
     """
 
     def __init__(
@@ -33,22 +33,22 @@ class GradStats:
         buckets: Sequence[Sequence[int]] | None = None,
         kernel: bool | None = None,
     ) -> None:
-        """Prepares tensors of `sizes` elements, tensor i in group `groups[i]`; None: watched for non-finite alone.
+        """Prepares for tensors of `sizes` elements, tensor i in group `groups[i]`; None only checks it for non-finites.
 
-        `buckets` are the indices of tensors that arrive together, each in one bucket; all in one by default.
-        `kernel` runs the Triton kernels: by default on a GPU; on a CPU they need Triton's interpreter.
+        `buckets` lists the indices of tensors that arrive together; each is in one bucket, by default all in the same.
+        `kernel` selects the Triton kernels: by default on a GPU; on a CPU they need Triton's interpreter.
         """
         device = torch.device(device)
         self._groups, self._beta = tuple(groups), beta
         self._buckets = [list(range(len(sizes)))] if buckets is None else [list(bucket) for bucket in buckets]
         self._statistics = statistics = GroupStatistics.zeros(num_groups, device)
         self.average = statistics.average
-        """v, fp64 [num_groups], biased towards its initial 0; restore in place."""
+        """v, fp64 [num_groups], biased toward its initial 0; restore in place."""
         self.count = statistics.count
-        """Updates of each average, fp64 [num_groups]; restore in place."""
+        """Number of updates of each average, fp64 [num_groups]; restore in place."""
         self.found_nonfinite = statistics.found_nonfinite
         """Whether any tensor of the last update held a NaN or an infinity, fp32 scalar, 0 or 1."""
-        # Of the last update alone, gradients as given; see `GroupStatistics`.
+        # Statistics of the last update alone, of gradients still scaled; see `GroupStatistics`.
         self.num_elements = statistics.num_elements
         self.sum = statistics.sum
         self.sum_squares_about_mean = statistics.sum_squares_about_mean
@@ -57,35 +57,35 @@ class GradStats:
             from triaccel_ray.kernels.grad_stats.triton import GroupReduction  # imports triton
 
             self._reduction = GroupReduction(sizes, groups, num_groups, self._buckets, device)
-            self._beta_on_device = torch.tensor(beta, dtype=torch.float64).to(device)  # a float argument becomes fp32
+            self._beta_on_device = torch.tensor(beta, dtype=torch.float64).to(device)  # a float argument would be fp32
         else:
             self._partials = torch.zeros(len(sizes), 3, dtype=torch.float64)
 
     @torch.no_grad()
     def update(self, gradients: TensorTable, loss_scale: Tensor) -> Tensor:
-        """Takes in the gradients of one step, all in one bucket, and returns `found_nonfinite`.
+        """Updates the averages with one step's gradients, all in one bucket; returns `found_nonfinite`.
 
         Gradients carry the factor `loss_scale` (fp32 scalar on the device); their variance is divided by its square.
         A group whose tensors are all absent, or that holds a non-finite element, keeps its average and count.
 
         Raises:
-            ValueError: another number of tensors.
+            ValueError: the number of tensors is wrong.
         """
         self.reduce(gradients)
         return self.combine(loss_scale)
 
     def begin(self) -> None:
-        """Begins a step whose buckets arrive one after another."""
+        """Begins a step whose gradients arrive bucket by bucket."""
         self._statistics.found_so_far.zero_()
 
     @torch.no_grad()
     def reduce(self, gradients: TensorTable, bucket: int = 0) -> Tensor:
-        """Takes in a bucket's gradients, which may go then; each bucket once a step, in any order.
+        """Reduces a bucket's gradients, which may be freed afterwards; call it once per bucket, in any order.
 
-        Returns whether any since `begin` was not finite, fp32 scalar, 0 or 1.
+        Returns whether any gradient since `begin` was not finite, fp32 scalar, 0 or 1.
 
         Raises:
-            ValueError: another number of tensors.
+            ValueError: the number of tensors is wrong.
         """
         if gradients.num_tensors != len(self._buckets[bucket]):
             raise ValueError(f"a table of {gradients.num_tensors} gradients: must be of {len(self._buckets[bucket])}")
@@ -97,7 +97,7 @@ class GradStats:
 
     @torch.no_grad()
     def combine(self, loss_scale: Tensor) -> Tensor:
-        """Ends a step all of whose buckets have been reduced, and returns `found_nonfinite`; else as `update`."""
+        """Updates the averages once all buckets are reduced; returns `found_nonfinite`. See `update`."""
         if self._reduction is not None:
             self._reduction.combine(self._statistics, beta=self._beta_on_device, loss_scale=loss_scale)
         else:

@@ -1,4 +1,4 @@
-"""Gradient statistics in plain PyTorch, fp64: the specification of the kernels, and what runs on a CPU."""
+"""Gradient statistics in plain PyTorch, fp64: the specification of the kernels, also used on CPUs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """What one update writes, on the device. Everything but `average` is of the gradients as given: scaled."""
+    """Results of an update, on the device. All but `average` describe the gradients as given, with the loss scale."""
 
     average: Tensor
     """v <- beta v + (1-beta) Var of the unscaled gradient, fp64 [num_groups]."""
     count: Tensor
-    """Updates that entered `average`, fp64 [num_groups]."""
+    """Number of updates of `average`, fp64 [num_groups]."""
     found_nonfinite: Tensor
     """Whether any tensor, in a group or not, held a NaN or an infinity: fp32 scalar, 0 or 1."""
     num_elements: Tensor
-    """Elements of the gradients present, int64 [num_groups]."""
+    """Number of elements of the present gradients, int64 [num_groups]."""
     sum: Tensor
-    """Sum of the elements, fp64 [num_groups]; not finite where an element is not."""
+    """Sum of the elements, fp64 [num_groups]; not finite if an element is not."""
     sum_squares_about_mean: Tensor
     """Sum of the squared deviations from the group's mean (M2), fp64 [num_groups]; not finite as above."""
     found_so_far: Tensor
@@ -49,10 +49,10 @@ class GroupStatistics:
 def reduce(
     gradients: Sequence[Tensor | None], bucket: Sequence[int], partials: Tensor, statistics: GroupStatistics
 ) -> None:
-    """Writes the number of elements, their sum and M2 of each tensor of a bucket to its row: fp64 [num_tensors, 3]."""
+    """Writes each tensor's number of elements, sum and M2 to its row of `partials`, fp64 [num_tensors, 3]."""
     for index, gradient in zip(bucket, gradients, strict=True):
         elements = torch.zeros(0) if gradient is None else gradient.flatten()
-        centred = elements.double()  # a copy, in fp64, of one tensor at a time
+        centred = elements.double()  # an fp64 copy of one tensor at a time
         number, total = centred.numel(), centred.sum()
         centred.sub_(total / max(number, 1))
         partials[index] = torch.stack([torch.full_like(total, number), total, centred.dot(centred)])
@@ -63,7 +63,7 @@ def reduce(
 def combine(
     partials: Tensor, groups: Sequence[int | None], statistics: GroupStatistics, *, beta: float, loss_scale: Tensor
 ) -> None:
-    """Takes in what has been reduced of one step; `groups[i]` is the group of tensor i, None for one watched alone."""
+    """Updates the statistics from one step's partial results; `groups[i]` is tensor i's group, None if it has none."""
     num_groups = len(statistics.average)
     group_of = torch.tensor([num_groups if group is None else group for group in groups], dtype=torch.int64)
     number, total, squares = partials.unbind(1)
@@ -80,6 +80,6 @@ def combine(
     statistics.sum.copy_(sums[:-1])
     statistics.sum_squares_about_mean.copy_(about[:-1])
     variance = statistics.sum_squares_about_mean / statistics.num_elements / loss_scale.double().square()
-    usable = variance.isfinite()  # no element: 0 / 0
+    usable = variance.isfinite()  # 0 / 0 if there are no elements
     statistics.average.lerp_(torch.where(usable, variance, statistics.average), 1.0 - beta)
     statistics.count.add_(usable)

@@ -16,17 +16,17 @@ from triaccel_ray.kernels.multi_tensor_triton import FP16, FP32, load_fp32
 INFINITY_BITS = tl.constexpr(0x7F800000)
 MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
 
-# Fastest of 2048 to 16384 elements and 1 to 16 warps on an H200: larger chunks leave programs waiting for the last,
-# smaller ones spend more of their time on looking up addresses.
+# Fastest of 2048 to 16384 elements and 1 to 16 warps on an H200: with larger chunks programs wait for the last one,
+# with smaller ones they spend more time looking up addresses.
 CHUNK_SIZE = 4096
 NUM_WARPS = 4
 PIECE = 1024
-"""Elements at once where a chunk ends early or begins at an odd address."""
+"""Elements read at a time if a chunk is short or its tensor not 16-byte aligned."""
 SLOTS_PER_READ = 1024
 
 
 class GroupReduction:
-    """Launches the statistics of tensors of fixed sizes and groups."""
+    """Launches the kernels for tensors of fixed sizes and groups."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class GroupReduction:
         buckets: Sequence[Sequence[int]],
         device: torch.device,
     ) -> None:
-        """Allocates a partial result (a slot) per chunk, slots of one group side by side, of no group last."""
+        """Allocates a slot (partial result) per chunk; slots of a group are adjacent, those without a group last."""
         self._device = device
         self._buckets = [Chunks([sizes[index] for index in bucket], device, CHUNK_SIZE) for bucket in buckets]
         group_of_tensor = torch.tensor([num_groups if group is None else group for group in groups])
@@ -76,7 +76,7 @@ class GroupReduction:
                 )  # fmt: skip
 
     def combine(self, statistics: GroupStatistics, *, beta: Tensor, loss_scale: Tensor) -> None:
-        """Takes in what has been reduced of one step; `beta` fp64, `loss_scale` fp32, scalars on the device."""
+        """Updates the statistics from the slots; `beta` (fp64) and `loss_scale` (fp32) are scalars on the device."""
         num_groups = len(statistics.average)
         with on_device(self._device):
             _group_kernel[(num_groups + 1,)](
@@ -93,7 +93,7 @@ def _chunk_kernel(
     num_elements, means, squares, largest_bits, found_so_far,
     CHUNK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the partial statistics of one chunk to its slot; an absent tensor's are those of no elements."""
+    """Writes the partial statistics of one chunk to its slot; an absent tensor counts as empty."""
     chunk = tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
     start = tl.load(chunk_start + chunk)
@@ -111,7 +111,7 @@ def _chunk_kernel(
         squares += slot
         largest_bits += slot
         full = (length == CHUNK) & (address % 16 == 0)
-        # Each dtype has its branch down to the stores: elements that left a branch would be laid out anew.
+        # Each dtype's branch includes the stores: elements returned from a branch would be moved to another layout.
         if code == FP32:
             _reduce(
                 address + start * 4, tl.float32, length, full, means, squares, largest_bits,
@@ -134,19 +134,19 @@ def _reduce(
     address, dtype: tl.constexpr, length, full, mean_to, squares_to, largest_to, found_so_far,
     CHUNK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the mean, the squared deviations and the largest magnitude's bits, and says if that is not finite."""
+    """Writes a chunk's mean, squared deviations and largest magnitude's bits; sets `found_so_far` if not finite."""
     if full:
         values = load_fp32(address, dtype, tl.arange(0, CHUNK), length, True, 16)
         bits = values.to(tl.int32, bitcast=True) & MAGNITUDE_MASK
-        # As integers, magnitudes order like numbers, infinity above them and NaN above that: one maximum tells
-        # whether all are finite.
+        # As integers, magnitudes sort like numbers, with infinity above them and NaN above infinity: one maximum
+        # shows whether all are finite.
         largest = tl.max(bits, axis=0)
         rounded_mean = tl.sum(values, axis=0) / length
         deviations = values - rounded_mean
         excess = tl.sum(deviations, axis=0)
         raw_squares = tl.sum(deviations * deviations, axis=0)
     else:
-        # In small pieces, read twice: a whole chunk with its mask would need more registers than the case above.
+        # Small pieces are read twice: a whole chunk with its mask would need more registers than the case above.
         lanes = tl.arange(0, PIECE)
         sums = tl.zeros((PIECE,), tl.float32)
         worst = tl.zeros((PIECE,), tl.int32)
@@ -166,7 +166,7 @@ def _reduce(
             squares += deviations * deviations
         excess = tl.sum(sums, axis=0)
         raw_squares = tl.sum(squares, axis=0)
-    # The mean is rounded; what the deviations sum to corrects it, and their squares (the corrected two-pass algorithm).
+    # The sum of the deviations corrects the rounded mean and the squares (the corrected two-pass algorithm).
     tl.store(mean_to, rounded_mean.to(tl.float64) + excess.to(tl.float64) / length)
     tl.store(squares_to, tl.maximum(raw_squares - excess * (excess / length), 0.0))
     tl.store(largest_to, largest)
@@ -184,7 +184,7 @@ def _group_kernel(
     group_elements, group_sum, group_squares,
     num_groups, num_slots, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Combines the slots of one group; the program after the last group looks for non-finite values in all slots."""
+    """Combines the slots of one group; the program after the last group checks all slots for non-finite values."""
     group = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     if group == num_groups:
@@ -193,14 +193,14 @@ def _group_kernel(
             worst = tl.maximum(worst, tl.load(largest_bits + first + lanes, mask=first + lanes < num_slots, other=0))
         tl.store(found_at, tl.where(tl.max(worst, axis=0) >= INFINITY_BITS, 1.0, 0.0))
     else:
-        # What does not depend on the slots is read first: it arrives while they are summed.
+        # Values that do not depend on the slots are loaded first: they arrive while the slots are summed.
         scale = tl.load(loss_scale_at).to(tl.float64)
         beta = tl.load(beta_at)
         average = tl.load(average_at + group)
         count = tl.load(count_at + group)
         begin = tl.load(first_slot + group)
         end = tl.load(first_slot + group + 1)
-        # The first slots, all there are for most groups, stay in registers between the two sums.
+        # The first BLOCK slots, which is all of them for most groups, stay in registers between the two sums.
         slots = begin + lanes
         length = tl.load(num_elements + slots, mask=slots < end, other=0)
         chunk_mean = tl.load(means + slots, mask=slots < end, other=0.0)

@@ -1,4 +1,4 @@
-"""The operation's entry: checks the images and chooses between the kernel and the reference."""
+"""Entry point of the operation: checks the images and selects the kernel or the reference."""
 
 from __future__ import annotations
 
@@ -26,28 +26,27 @@ def image_batch(
     """Returns the images at `indices`, each pixel x as x scale[channel] + shift[channel], [b, c, h, w] of `dtype`.
 
     With a `key`, image i of the batch is first padded by `padding` pixels on each side, cropped to h x w at an offset
-    drawn uniformly from (2 padding + 1)^2, and mirrored left to right half of the time. Offset and mirroring follow
-    from (key, i) alone, by a hash; equal keys give equal batches. With an `epoch` too, mirroring follows from the
-    image's index and from whether the epoch is odd instead: about half of the images are mirrored in even epochs, the
-    others in odd ones, so that two epochs show each image both ways (Jordan 2024, "alternating flip"). What enters
-    from outside is a raw 0, which the normalisation maps to shift[channel], or with `reflect` the image itself,
-    mirrored at its outermost pixels. Last, with `cutout`, a square whose centre is drawn uniformly over the image
-    becomes 0 in the result (DeVries and Taylor 2017); what of it lies outside is lost.
+    drawn uniformly from (2 padding + 1)^2, and mirrored left to right with probability 1/2. Offset and mirroring are a
+    hash of (key, i) alone: equal keys give equal batches. With an `epoch` too, mirroring depends on the image's index
+    and the parity of the epoch instead. About half of the images are mirrored in even epochs, the others in odd ones,
+    so that two epochs show each image both ways (Jordan 2024, "alternating flip"). The padding is a raw 0, which the
+    normalization maps to shift[channel], or with `reflect` the image mirrored at its outermost pixels. Last, with
+    `cutout`, a square whose center is drawn uniformly over the image becomes 0 in the result (DeVries and Taylor 2017);
+    it may extend beyond the image.
 
-    One launch on a GPU, without synchronisation: a CUDA graph may hold it, and reads indices, key and epoch anew each
-    time.
+    On a GPU it is one launch without synchronization. Replays of a CUDA graph read the current indices, key and epoch.
 
     Args:
         images: uint8 [n, c, h, w], contiguous.
         indices: int64 [b] in [0, n), contiguous, on the device of `images`. On a GPU an index out of range gives an
             image of zeros; on a CPU it raises.
         scale: float32 [c], of the raw values, on the device of `images`.
-        shift: float32 [c], likewise.
-        key: int64 scalar on the device of `images`; None leaves the images whole and as they are.
-        epoch: int64 scalar on the device of `images`; without effect where there is no key.
+        shift: float32 [c], on the device of `images`.
+        key: int64 scalar on the device of `images`; None disables augmentation.
+        epoch: int64 scalar on the device of `images`; ignored without a key.
         padding: pixels by which a crop may move each way, 0 to 32767; with `reflect` less than h and w.
-        reflect: what the padding consists of.
-        cutout: edge of the square in pixels, 0 to 32767; 0 cuts nothing out.
+        reflect: whether the padding mirrors the image; otherwise it is 0.
+        cutout: edge of the square in pixels, 0 to 32767; 0 disables it.
         dtype: of the result: float32, float16 or bfloat16. Arithmetic is float32.
 
     Returns:
@@ -55,7 +54,7 @@ def image_batch(
 
     Raises:
         TypeError: images are not uint8, or `dtype` is none of the above.
-        ValueError: images or indices have another shape or memory layout, or `padding` does not fit to reflect.
+        ValueError: images or indices have another shape or memory layout, or `padding` is too large to reflect.
     """
     if images.dtype is not torch.uint8:
         raise TypeError(f"images is {images.dtype}: must be torch.uint8")
@@ -72,7 +71,7 @@ def image_batch(
         raise ValueError(f"padding = {padding}: must be less than the images' edges, {edges}, to reflect")
     make = reference
     if images.is_cuda:
-        from triaccel_ray.kernels.image_batch.triton import image_batch as make  # without a GPU triton need not exist
+        from triaccel_ray.kernels.image_batch.triton import image_batch as make  # triton may be missing without a GPU
     return make(
         images, indices, scale, shift,
         key=key, epoch=epoch, padding=padding, reflect=reflect, cutout=cutout, dtype=dtype,

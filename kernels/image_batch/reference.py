@@ -1,4 +1,4 @@
-"""The operation in PyTorch: its specification, and what runs without a GPU."""
+"""Image batches in plain PyTorch: the specification of the kernel, also used on CPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
-"""2^32 over the golden ratio: separates the words that are drawn from one counter."""
+"""2^32 over the golden ratio: the distance between the hash inputs of the words drawn from one counter."""
 
 
 def image_batch(
@@ -24,7 +24,7 @@ def image_batch(
     cutout: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the batch; `triaccel_ray.kernels.image_batch.image_batch` says of what."""
+    """Returns the batch; see `triaccel_ray.kernels.image_batch.image_batch`."""
     batch = images[indices]
     if key is not None:
         rows, columns, mirrored = draw(key, len(indices), padding)
@@ -41,7 +41,7 @@ def image_batch(
 def _cropped_and_mirrored(
     images: Tensor, rows: Tensor, columns: Tensor, mirrored: Tensor, padding: int, *, reflect: bool
 ) -> Tensor:
-    """Returns the images [b, c, h, w] augmented, in one gather."""
+    """Returns the images [b, c, h, w] cropped and mirrored, in one gather."""
     num, _, height, width = images.shape
     y = torch.arange(height, device=images.device) + rows[:, None]  # [b, h], in the padded image
     if reflect:
@@ -52,20 +52,20 @@ def _cropped_and_mirrored(
         x = _reflected(x - padding, width)
     padded = images if reflect else F.pad(images, (padding, padding, padding, padding))
     samples = torch.arange(num, device=images.device)
-    # Advanced indices around a slice put the slice last: [b, h, w, c] in memory, which is what channels_last means.
+    # Advanced indices around a slice put the slice last: [b, h, w, c] in memory, which is channels_last.
     return padded[samples[:, None, None], :, y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2)
 
 
 def _reflected(position: Tensor, size: int) -> Tensor:
-    """Returns positions in (-size, 2 size - 1), mirrored into the image at the centres of its outermost pixels."""
+    """Returns positions in (-size, 2 size - 1), mirrored into the image at the centers of its outermost pixels."""
     return size - 1 - (size - 1 - position.abs()).abs()
 
 
 def draw(key: Tensor, num: int, padding: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what augments each image of a batch of `num`: rows, columns int64 [num] in [0, 2 padding], mirrored bool.
+    """Returns the augmentation of `num` images: rows and columns, int64 [num] in [0, 2 padding], and mirrored, bool.
 
     16 bits of a word give the row, the others the column, by multiplication: over 9 offsets, no probability is off by
-    more than one in 7,000. The top bit of another word mirrors.
+    more than one in 7,000. The top bit of another word decides on mirroring.
     """
     span = 2 * padding + 1
     rows, columns = _pair(_word(key, num, 0), span, span)
@@ -73,17 +73,17 @@ def draw(key: Tensor, num: int, padding: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mirrored_in(epoch: Tensor, indices: Tensor) -> Tensor:
-    """Returns which of the images at `indices` are mirrored in that epoch, bool [b]: by the top bit of a hash."""
+    """Returns whether each image at `indices` is mirrored in an epoch, bool [b], by a hash and the epoch's parity."""
     return (_mix(indices & _MASK) >> 31) ^ (epoch & 1) == 1
 
 
 def draw_centres(key: Tensor, num: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Returns the centres of what is cut out of each image of a batch: rows in [0, height), columns in [0, width)."""
+    """Returns the center of the cutout of each of `num` images: rows in [0, height), columns in [0, width)."""
     return _pair(_word(key, num, 2), height, width)
 
 
 def _cut(key: Tensor, shape: torch.Size, cutout: int) -> Tensor:
-    """Returns which pixels of a batch [b, c, h, w] are cut out, bool [b, 1, h, w]."""
+    """Returns the mask of cut-out pixels of a batch [b, c, h, w]: bool [b, 1, h, w]."""
     num, _, height, width = shape
     tops, lefts = (centres - cutout // 2 for centres in draw_centres(key, num, height, width))
     y = torch.arange(height, device=key.device) - tops[:, None]
@@ -92,7 +92,7 @@ def _cut(key: Tensor, shape: torch.Size, cutout: int) -> Tensor:
 
 
 def _word(key: Tensor, num: int, which: int) -> Tensor:
-    """Returns 32 random bits for each of `num` images, hashed from the key's halves and the place in the batch."""
+    """Returns 32 random bits for each of `num` images, hashed from the key's halves and its position in the batch."""
     place = torch.arange(num, dtype=torch.int64, device=key.device)
     counter = _mix(place ^ _mix(key & _MASK))
     counter = _mix((counter + _mix((key >> 32 & _MASK) ^ _GOLDEN)) & _MASK)
@@ -104,9 +104,9 @@ def _pair(word: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def _mix(word: Tensor) -> Tensor:
-    """Returns a permutation of the 32-bit numbers that looks random: Chris Wellons' `lowbias32` (hash-prospector).
+    """Returns a hash that permutes the 32-bit numbers: Chris Wellons' `lowbias32` (hash-prospector).
 
-    int64 products of two such numbers wrap around, which leaves their low 32 bits right.
+    int64 products of two such numbers wrap around, which leaves their low 32 bits correct.
     """
     word = word ^ (word >> 16)
     word = word * 0x7FEB352D & _MASK

@@ -1,4 +1,4 @@
-"""The operation as one Triton kernel."""
+"""Image batches as one Triton kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024
-"""Elements of the result a program makes: three programs a CIFAR image, over 1,500 at batch 512."""
+"""Elements of the result per program: three programs per CIFAR image, over 1,500 at batch 512."""
 
 
 def image_batch(
@@ -24,7 +24,7 @@ def image_batch(
     cutout: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the batch; `triaccel_ray.kernels.image_batch.image_batch` says of what, and has checked the arguments."""
+    """Returns the batch; see `triaccel_ray.kernels.image_batch.image_batch`, which checks the arguments."""
     _, channels, height, width = images.shape
     num = len(indices)
     out = torch.empty(
@@ -33,19 +33,19 @@ def image_batch(
     size = channels * height * width
     if out.numel() == 0:
         return out
-    with torch.cuda.device_of(images):  # triton launches on the current device, whatever the tensors'
+    with torch.cuda.device_of(images):  # triton launches on the current device, not on that of the tensors
         _image_batch[(num, triton.cdiv(size, _BLOCK))](
             images, indices, scale, shift, indices if key is None else key, indices if epoch is None else epoch, out,
             len(images), PADDING=padding, REFLECT=reflect, CUTOUT=cutout,
             CHANNELS=channels, HEIGHT=height, WIDTH=width, AUGMENT=key is not None, ALTERNATE=epoch is not None,
-            BLOCK=_BLOCK, enable_fp_fusion=True,  # Triton warns of the default, which 3.10 turns off
+            BLOCK=_BLOCK, enable_fp_fusion=True,  # Triton warns about the default, which 3.10 turns off
         )  # fmt: skip
     return out
 
 
 @triton.jit
 def _mix(word):
-    """Returns reference._mix of uint32 `word`."""
+    """Returns `reference._mix` of uint32 `word`."""
     word = word ^ (word >> 16)
     word = word * 0x7FEB352D
     word = word ^ (word >> 15)
@@ -53,7 +53,7 @@ def _mix(word):
     return word ^ (word >> 16)
 
 
-# A slice of an epoch's order starts anywhere: each alignment would be compiled anew when it is first met.
+# A slice of an epoch's order may have any alignment: Triton would compile a version for each when it first occurs.
 @triton.jit(do_not_specialize=["num_images"], do_not_specialize_on_alignment=["indices", "key", "epoch"])
 def _image_batch(
     images, indices, scale, shift, key, epoch, out, num_images,
@@ -63,13 +63,13 @@ def _image_batch(
 ):  # fmt: skip
     place = tl.program_id(0)
     index = tl.load(indices + place)
-    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # of the image made, [height, width, channel]
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # of the output image, [height, width, channel]
     inside = element < HEIGHT * WIDTH * CHANNELS
     channel = element % CHANNELS
     x = element // CHANNELS % WIDTH
     y = element // (CHANNELS * WIDTH)
     kept = inside
-    # As a limit, for Triton's interpreter makes a number of a truth value that it spreads over a block.
+    # A limit, since Triton's interpreter would convert a scalar bool to a number when it broadcasts it to a block.
     readable = element < tl.where((index >= 0) & (index < num_images), HEIGHT * WIDTH * CHANNELS, 0)
     if AUGMENT:
         state = tl.load(key)
@@ -77,7 +77,7 @@ def _image_batch(
         counter = _mix(counter + _mix((state >> 32).to(tl.uint32) ^ 0x9E3779B9))
         offsets = _mix(counter)
         if CUTOUT > 0:
-            centre = _mix(counter + 0x3C6EF372)  # twice the golden ratio's, in 32 bits
+            centre = _mix(counter + 0x3C6EF372)  # 2 * reference._GOLDEN in 32 bits
             left = (((centre >> 16) * WIDTH) >> 16).to(tl.int32) - CUTOUT // 2
             top = (((centre & 0xFFFF) * HEIGHT) >> 16).to(tl.int32) - CUTOUT // 2
             kept = inside & ((x < left) | (x >= left + CUTOUT) | (y < top) | (y >= top + CUTOUT))

@@ -1,4 +1,4 @@
-"""SGD and AdamW steps over all tensors of a model at once, steered by values that live on the device."""
+"""SGD and AdamW steps over all tensors of a model at once, controlled by scalars on the device."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ __all__ = ["AdamWStep", "SgdStep"]
 
 
 class _Step(ABC):
-    """What the steps have in common.
+    """Base class of the optimizer steps.
 
     Optimizer state is fp32, or uint8 in the format of `eight_bits`; step counts are fp32. Gradients are fp32, fp16 or
-    bf16, tensor by tensor. All tensors of one index have the same dense strides (`have_equal_dense_strides`), whatever
-    they are. A tensor whose parameter or gradient is absent stays untouched. A parameter is fp32, and its companion,
-    where present, a copy in fp32, fp16 or bf16 that receives its new value, rounded. Or it is bf16 and its companion
-    int16: the high and the low words of fp32 numbers (`split_words`), which are stepped exactly as these would be.
+    bf16, and may differ in dtype. All tensors of one index must have the same dense strides, in any order of dimensions
+    (`have_equal_dense_strides`). A tensor whose parameter or gradient is absent is not changed. A parameter is fp32,
+    and its companion, if present, a copy in fp32, fp16 or bf16 that receives the rounded new value. Or it is bf16 and
+    its companion int16: the high and low words of fp32 numbers (`split_words`), stepped exactly like fp32 parameters.
 
-    Nothing waits for the device, and steps can be captured in a CUDA graph, whose replays read tables, hyperparameters
-    and scalars anew; step once before a capture, with empty tables if need be: the kernels are compiled then.
+    No method waits for the device. Steps can be captured in a CUDA graph, whose replays read the current tables,
+    hyperparameters and scalars. Step once before a capture, with empty tables if necessary, to compile the kernels.
     """
 
     _NUM_ROWS: ClassVar[int]
 
     def __init__(self, sizes: Sequence[int], device: torch.device, *, kernel: bool | None = None) -> None:
-        """Prepares tensors of `sizes` elements, with hyperparameters of 0: to be set before the first step.
+        """Prepares for tensors of `sizes` elements; hyperparameters are 0 and must be set before the first step.
 
-        `kernel` runs the Triton kernels: by default on a GPU; on a CPU they need Triton's interpreter.
+        `kernel` selects the Triton kernels: by default on a GPU; on a CPU they need Triton's interpreter.
         """
         device = torch.device(device)
         self._num_tensors = len(sizes)
         self._chunks: Chunks | None = None
         self.rows = torch.zeros(self._NUM_ROWS, len(sizes), device=device)
-        """fp32, a row for each hyperparameter, a column for each tensor."""
+        """Hyperparameters, fp32: a row for each of them, a column for each tensor."""
         self._last: list[list[float]] = []
         if device.type == "cuda" if kernel is None else kernel:
             from triaccel_ray.kernels.optimizer_step.triton import CHUNK_SIZE  # imports triton
@@ -62,12 +62,12 @@ class _Step(ABC):
     ) -> None:
         """Updates parameters, states and companions with lr = the tensor's lr x `lr_factor`.
 
-        Gradients carry the factor `loss_scale`; where `found_nonfinite` is not 0, nothing is written. The three are
-        fp32 scalars on the device.
+        Gradients carry the factor `loss_scale`; if `found_nonfinite` is not 0, nothing is written. The three are fp32
+        scalars on the device.
 
         Raises:
-            ValueError: a table of another number of tensors, states that are neither fp32 nor uint8, or parameters
-                that are neither fp32 nor high words beside low ones.
+            ValueError: a table has the wrong number of tensors, a state is neither fp32 nor uint8, or a parameter is
+                neither fp32 nor the high word of a split one.
         """
         tables = [parameters, gradients, *states, companions]
         for table in tables:
@@ -84,10 +84,10 @@ class _Step(ABC):
 
     @abstractmethod
     def _run(self, chunks: Chunks | None, tables: Sequence[TensorTable], by: Scalars) -> None:
-        """Launches the kernels on the chunks; computes the reference where there are none."""
+        """Launches the kernels on the chunks; computes the reference if `chunks` is None."""
 
     def _upload(self, rows: Sequence[Sequence[float]]) -> None:
-        """Copies the rows to the device if they are not the last ones."""
+        """Copies the rows to the device if they have changed."""
         values = [[float(value) for value in row] for row in rows]
         if values != self._last:
             upload(torch.tensor(values, dtype=torch.float64).float(), self.rows)
@@ -95,9 +95,9 @@ class _Step(ABC):
 
 
 class SgdStep(_Step):
-    """torch.optim.SGD (dampening 0): momentum, Nesterov, L2 weight decay, each with its own value per tensor.
+    """torch.optim.SGD (dampening 0) with momentum, Nesterov and L2 weight decay, each with its own value per tensor.
 
-    The one state is the momenta, zeros at first; absent ones belong to tensors without momentum.
+    The only state is the momentum buffers, initially zeros; those of tensors without momentum are absent.
     """
 
     _NUM_ROWS = 4
@@ -110,7 +110,7 @@ class SgdStep(_Step):
         momentum: Sequence[float],
         nesterov: Sequence[bool],
     ) -> None:
-        """Uploads the values, one per tensor, when they differ from the last; does not wait for the device."""
+        """Uploads the values, one per tensor, if they have changed; does not wait for the device."""
         self._upload([lr, weight_decay, momentum, nesterov])
 
     def _run(self, chunks: Chunks | None, tables: Sequence[TensorTable], by: Scalars) -> None:
@@ -125,15 +125,15 @@ class SgdStep(_Step):
 class AdamWStep(_Step):
     """torch.optim.AdamW, or Adam (L2 weight decay), by a flag per tensor; betas and eps per tensor; no amsgrad.
 
-    States are exp_avg, exp_avg_sq and the step counts: one fp32 scalar per parameter, on the device, as PyTorch's
-    capturable and fused implementations keep them in `state["step"]`; they count the steps made, not those skipped. A
-    tensor whose state is absent stays untouched.
+    States are exp_avg, exp_avg_sq and the step counts: one fp32 scalar per parameter, on the device, as `state["step"]`
+    is in PyTorch's capturable and fused implementations. Skipped steps do not count. A tensor whose state is absent is
+    not changed.
     """
 
     _NUM_ROWS = 10
 
     def __init__(self, sizes: Sequence[int], device: torch.device, *, kernel: bool | None = None) -> None:
-        """Prepares tensors of `sizes` elements; `kernel` as for `SgdStep`."""
+        """Prepares for tensors of `sizes` elements; `kernel` as for `SgdStep`."""
         super().__init__(sizes, device, kernel=kernel)
         self._corrections = torch.empty(2, len(sizes), device=device)
 
@@ -147,9 +147,9 @@ class AdamWStep(_Step):
         eps: Sequence[float],
         decoupled: Sequence[bool],
     ) -> None:
-        """Uploads the values, one per tensor, when they differ from the last; does not wait for the device.
+        """Uploads the values, one per tensor, if they have changed; does not wait for the device.
 
-        `decoupled` weight decay shrinks the parameter (AdamW), the other kind is added to the gradient (Adam).
+        `decoupled` weight decay shrinks the parameter (AdamW); otherwise it is added to the gradient (Adam).
         """
         self._upload([lr, weight_decay, *_beta_rows(beta1), *_beta_rows(beta2), eps, decoupled])
 
@@ -163,5 +163,5 @@ class AdamWStep(_Step):
 
 
 def _beta_rows(betas: Sequence[float]) -> list[Sequence[float]]:
-    """Returns beta, 1 - beta and log beta; what is taken from 1 is taken in fp64: 1 - 0.999 in fp32 is off by 5e-5."""
+    """Returns beta, 1 - beta and log beta, computed in fp64: 1 - 0.999 in fp32 is off by 5e-5."""
     return [betas, [1.0 - beta for beta in betas], [math.log(beta) if beta else -math.inf for beta in betas]]

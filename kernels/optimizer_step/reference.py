@@ -1,4 +1,4 @@
-"""Optimizer steps in plain PyTorch, tensor by tensor: the specification of the kernels, and what runs on a CPU."""
+"""Optimizer steps in plain PyTorch, tensor by tensor: the specification of the kernels, also used on CPUs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Tensors = Sequence[Tensor | None]
 
 @dataclass(frozen=True)
 class Scalars:
-    """What scales or stops a whole step: fp32 scalars on the parameters' device."""
+    """Scalars that apply to a whole step, fp32 on the parameters' device."""
 
     lr_factor: Tensor
     """Multiplies every learning rate."""
     loss_scale: Tensor
     """The factor that gradients carry."""
     found_nonfinite: Tensor
-    """Not 0: nothing is written."""
+    """If not 0, the step is skipped: nothing is written."""
 
 
 def sgd(
     parameters: Tensors, gradients: Tensors, momenta: Tensors, companions: Tensors, *, rows: Tensor, by: Scalars
 ) -> None:
-    """Steps as torch.optim.SGD with dampening 0 does.
+    """Steps like torch.optim.SGD with dampening 0.
 
     g <- g + weight_decay p; m <- momentum m + g; p <- p - lr m, or p - lr (g + momentum m) with Nesterov. `rows` hold
     lr, weight decay, momentum and Nesterov's flag.
@@ -63,9 +63,9 @@ def adamw(
     rows: Tensor,
     by: Scalars,
 ) -> None:
-    """Steps as torch.optim.AdamW, or Adam, does; `means` and `squares` are its exp_avg and exp_avg_sq.
+    """Steps like torch.optim.AdamW or Adam; `means` and `squares` are its exp_avg and exp_avg_sq.
 
-    Loshchilov and Hutter 2019, Algorithm 2. `rows` hold lr, weight decay, beta1, 1 - beta1, log beta1, the same of
+    Loshchilov and Hutter 2019, Algorithm 2. `rows` hold lr, weight decay, beta1, 1 - beta1, log beta1, the same for
     beta2, eps and the flag of decoupled weight decay.
     """
     if by.found_nonfinite:
@@ -97,12 +97,12 @@ def adamw(
 
 
 def _read(stored: Tensor, companion: Tensor | None) -> Tensor:
-    """Returns the parameter in fp32: itself, or what its words make."""
+    """Returns the parameter in fp32: itself, or its words joined."""
     return stored if companion is None or companion.dtype is not torch.int16 else join(stored, companion)
 
 
 def _write(stored: Tensor, companion: Tensor | None, parameter: Tensor) -> None:
-    """Stores the new value: as words if the parameter is kept so, else in its copy, for it was stepped in place."""
+    """Stores the new value, as words if the parameter is split, otherwise in its copy: it was stepped in place."""
     if companion is not None and companion.dtype is torch.int16:
         high, low = split(parameter)
         stored.copy_(high)
@@ -112,7 +112,7 @@ def _write(stored: Tensor, companion: Tensor | None, parameter: Tensor) -> None:
 
 
 def _read_state(stored: Tensor, parameter: Tensor, *, signed: bool) -> Tensor:
-    """Returns the state in fp32, laid out as its parameter: itself, or what its codes mean."""
+    """Returns the state in fp32, in its parameter's memory layout: itself, or its codes decoded."""
     if stored.dtype is not torch.uint8:
         return stored
     numbers = decode(stored, parameter.numel(), signed=signed)
@@ -120,6 +120,6 @@ def _read_state(stored: Tensor, parameter: Tensor, *, signed: bool) -> Tensor:
 
 
 def _write_state(stored: Tensor, state: Tensor, step: Tensor | None = None) -> None:
-    """Stores the new state, in codes if it is kept so; that which has a `step` is not signed."""
+    """Stores the new state, encoded if it is kept in 8 bits: as unsigned codes if a `step` is given."""
     if stored.dtype is torch.uint8:
         stored.copy_(encode(state.as_strided((state.numel(),), (1,)), step))

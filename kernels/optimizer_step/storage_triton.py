@@ -1,6 +1,6 @@
-"""How programs read and write parameters, optimizer state and copies, in whatever form they are kept.
+"""Loads and stores of parameters, optimizer state and copies in all their storage formats.
 
-Without SPLIT no parameter is kept in words, without EIGHT no state in 8 bits, and no branch waits to find out.
+Without SPLIT no parameter is split into words, without EIGHT no state is in 8 bits, so no branch waits for the format.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ GROUP = tl.constexpr(eight_bits.GROUP)
 
 @triton.jit
 def itemsize(code):
-    """Returns the bytes of an element."""
+    """Returns the bytes per element, fp32 or 16-bit."""
     return tl.where(code == FP32, 4, 2)
 
 
 @triton.jit
 def load_any(address, code, offsets, length, FULL: tl.constexpr):
-    """Returns the elements as fp32; 16-bit ones are read 8 bytes at once, so that a thread holds the same four."""
+    """Returns the elements as fp32; 16-bit ones are read 8 bytes at once, so that a thread gets the same four."""
     if code == FP32:
         values = load_fp32(address, tl.float32, offsets, length, FULL, 16)
     elif code == FP16:
@@ -48,7 +48,7 @@ def _store(address, dtype: tl.constexpr, values, offsets, length, FULL: tl.const
 def load_parameter(
     address, companion_at, companion_code, offsets, length, SPLIT: tl.constexpr, FULL: tl.constexpr
 ):  # fmt: skip
-    """Returns the parameter as fp32, of its words if it has low ones."""
+    """Returns the parameter as fp32, joined from its words if it has low ones."""
     if SPLIT:
         if companion_code == INT16:
             high = _load_word(address, offsets, length, FULL)
@@ -65,7 +65,7 @@ def load_parameter(
 def store_parameter(
     address, companion_at, companion_code, values, offsets, length, SPLIT: tl.constexpr, FULL: tl.constexpr
 ):  # fmt: skip
-    """Writes the parameter, and its copy if it has one; as words where it has low ones (`split_words.split`)."""
+    """Writes the parameter and its copy, if it has one; as words if it has low ones (`split_words.split`)."""
     if SPLIT:
         if companion_code == INT16:
             bits = values.to(tl.int32, bitcast=True)
@@ -82,7 +82,7 @@ def store_parameter(
 
 @triton.jit
 def begin(start, code, EIGHT: tl.constexpr):
-    """Returns where the state of a chunk begins that begins at element `start`, a multiple of a block, in bytes."""
+    """Returns the byte offset of a chunk's state; the chunk begins at element `start`, a multiple of a block."""
     distance = start * 4
     if EIGHT:
         distance = tl.where(code == UINT8, start // BLOCK * BLOCK_BYTES, distance)
@@ -93,7 +93,7 @@ def begin(start, code, EIGHT: tl.constexpr):
 def load_state(
     address, code, first, offsets, length, SIGNED: tl.constexpr, EIGHT: tl.constexpr, FULL: tl.constexpr
 ):  # fmt: skip
-    """Returns the state as fp32, of its codes where it is kept so (`eight_bits.decode`)."""
+    """Returns the state as fp32, decoded if it is kept in 8 bits (`eight_bits.decode`)."""
     if EIGHT:
         if code == UINT8:
             inside = offsets < length
@@ -118,7 +118,7 @@ def store_state(
     address, code, values, first, offsets, length, start, count,
     SIGNED: tl.constexpr, EIGHT: tl.constexpr, FULL: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the state, as codes where it is kept so (`eight_bits.encode`)."""
+    """Writes the state, encoded if it is kept in 8 bits (`eight_bits.encode`)."""
     if EIGHT:
         if code == UINT8:
             inside = offsets < length
@@ -146,7 +146,7 @@ def store_state(
 
 @triton.jit
 def _dither(places, count):
-    """Returns numbers in [0, 1) of each place and of the step: `eight_bits._dither`."""
+    """Returns numbers in [0, 1), hashed from each position and the step, as `eight_bits._dither` does."""
     mixed = places * -1640531535 + count * -2048144789
     mixed = (mixed ^ ((mixed >> 15) & 0x1FFFF)) * 739982445
     mixed = (mixed ^ ((mixed >> 12) & 0xFFFFF)) * 695872825
@@ -155,7 +155,7 @@ def _dither(places, count):
 
 @triton.jit
 def _load_word(address, offsets, length, FULL: tl.constexpr):
-    """Returns words of 16 bits as int32, their sign extended; FULL as in `load_fp32`."""
+    """Returns 16-bit words as int32, sign-extended; FULL as in `load_fp32`."""
     pointer = address.to(tl.pointer_type(tl.int16))
     if FULL:
         words = tl.load(tl.multiple_of(pointer, 8) + offsets)

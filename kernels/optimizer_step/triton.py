@@ -1,4 +1,4 @@
-"""Optimizer steps over all tensors of a model, one launch each (AdamW: a second, tiny one that counts)."""
+"""Optimizer steps over all tensors of a model, one launch each (AdamW: a second, tiny one that counts steps)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from triaccel_ray.kernels.optimizer_step.storage_triton import (
 CHUNK_SIZE = eight_bits.BLOCK
 NUM_WARPS = 4
 PIECE = 512
-"""Elements at once where a chunk ends early or begins at an odd address: few, to need no more registers."""
+"""Elements at a time if a chunk is short or not 16-byte aligned: few, so that the mask needs no more registers."""
 _SCALARS = ["lr_factor_at", "loss_scale_at", "found_at"]
 
 
 def launch_sgd(chunks: Chunks, tables: Sequence[TensorTable], *, rows: Tensor, by: Scalars) -> None:
-    """Launches `reference.sgd` on the tensors that the tables name, in the order of its arguments."""
+    """Launches the kernel of `reference.sgd`; `tables` are in the order of its arguments."""
     parameters, gradients, momenta, companions = tables
     with on_device(rows.device):
         _sgd_kernel[(chunks.num_chunks,)](
@@ -47,10 +47,10 @@ def launch_sgd(chunks: Chunks, tables: Sequence[TensorTable], *, rows: Tensor, b
 def launch_adamw(
     chunks: Chunks, tables: Sequence[TensorTable], *, rows: Tensor, corrections: Tensor, by: Scalars
 ) -> None:
-    """Launches `reference.adamw` likewise; `corrections` [2, num_tensors] is scratch."""
+    """Launches the kernels of `reference.adamw` likewise; `corrections` [2, num_tensors] is scratch memory."""
     parameters, gradients, means, squares, steps, companions = tables
     with on_device(rows.device):
-        # Counted in a launch of its own: programs of one tensor all read the count, in any order.
+        # Counting is a launch of its own, since all programs of a tensor read the count, in any order.
         _count_kernel[(triton.cdiv(parameters.num_tensors, 128),)](
             parameters.addresses, gradients.addresses, steps.addresses, rows, corrections,
             by.found_nonfinite, parameters.num_tensors, BLOCK=128, num_warps=4, enable_fp_fusion=True,
@@ -121,7 +121,7 @@ def _sgd(
     """Steps SIZE elements from `first` on; FULL as in `load_fp32`, SPLIT and EIGHT as in `storage_triton`."""
     offsets = first + tl.arange(0, SIZE)
     parameter = load_parameter(parameter_at, companion_at, companion_code, offsets, length, SPLIT, FULL)
-    # Gradients last: 16-bit ones are widened in a branch, which waits for them.
+    # Gradients are loaded last: 16-bit ones are widened in a branch, which waits for them.
     buffer = tl.zeros((SIZE,), tl.float32)
     if momentum_at != 0:
         buffer = load_state(momentum_at, momentum_code, first, offsets, length, True, EIGHT, FULL)
@@ -138,7 +138,7 @@ def _sgd(
 def _count_kernel(parameters, gradients, steps, rows, corrections, found_at, num_tensors, BLOCK: tl.constexpr):
     """Adds 1 to the step count of each tensor that has a gradient, unless the step is skipped.
 
-    `corrections` [2, num_tensors] receives 1 / (1 - beta1^count) and the root of 1 / (1 - beta2^count), fp32.
+    `corrections` [2, num_tensors] receives 1 / (1 - beta1^count) and the square root of 1 / (1 - beta2^count), fp32.
     """
     if tl.load(found_at) == 0.0:
         lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -150,7 +150,7 @@ def _count_kernel(parameters, gradients, steps, rows, corrections, found_at, num
         pointers = step.to(tl.pointer_type(tl.float32))
         count = tl.load(pointers, mask=counts, other=0.0) + 1.0
         tl.store(pointers, count, mask=counts)
-        # fp64: at the first steps little is left of 1.
+        # fp64: in the first steps, 1 - beta^count cancels most digits.
         log_beta1 = tl.load(rows + num_tensors * 4 + lanes, mask=inside, other=0.0)
         log_beta2 = tl.load(rows + num_tensors * 7 + lanes, mask=inside, other=0.0)
         rest1 = 1.0 - tl.exp(count.to(tl.float64) * log_beta1)

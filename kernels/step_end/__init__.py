@@ -1,4 +1,4 @@
-"""What ends a training step: the loss scale moves, and the loss is added up."""
+"""The end of a training step: updates the loss scale and accumulates the loss."""
 
 from triaccel_ray.kernels.step_end.api import LossScaleState, end_step
 

@@ -1,4 +1,4 @@
-"""The end of a step in PyTorch's operations: the specification of the kernel."""
+"""The end of a step in plain PyTorch: the specification of the kernel."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleState:
-    """A dynamic loss scale, in tensors on the device that are written in place."""
+    """A dynamic loss scale. Its tensors are on the device and updated in place."""
 
     scale: Tensor
     """fp32 scalar."""
     num_finite: Tensor
-    """Finite steps since the scale last moved, fp32 scalar."""
+    """Finite steps since the scale last changed, fp32 scalar."""
     num_skipped: Tensor
     """Steps skipped so far, fp64 scalar."""
     num_skipped_in_row: Tensor
-    """Steps skipped since the last one that was made, fp64 scalar."""
+    """Consecutive steps skipped so far, fp64 scalar."""
     growth_interval: int
-    """Finite steps in a row after which the scale doubles."""
+    """Consecutive finite steps after which the scale doubles."""
     minimum: float
     """Smallest scale."""
     maximum: float
@@ -29,13 +29,13 @@ class LossScaleState:
 
 
 def count_skipped(state: LossScaleState, overflow: Tensor) -> None:
-    """Counts a step that was not made for an `overflow`, bool scalar."""
+    """Counts the step as skipped if `overflow`, a bool scalar, is true."""
     state.num_skipped.add_(overflow)
     state.num_skipped_in_row.add_(1.0).mul_(overflow)
 
 
 def move_scale(state: LossScaleState, overflow: Tensor) -> None:
-    """Halves the scale after an `overflow`, bool scalar, doubles it after `growth_interval` finite steps in a row."""
+    """Halves the scale if `overflow`, a bool scalar; doubles it after `growth_interval` consecutive finite steps."""
     count_skipped(state, overflow)
     state.num_finite.copy_(torch.where(overflow, 0.0, state.num_finite + 1.0))
     grow = state.num_finite >= state.growth_interval
@@ -53,7 +53,7 @@ def end_step(
     *,
     moves_scale: bool,
 ) -> None:
-    """Adds (loss_sum, num_samples) to every row of `totals`, and moves the loss scale; see `api.end_step`."""
+    """Adds (loss_sum, num_samples) to every row of `totals` and updates the loss scale; see `api.end_step`."""
     overflow = found_nonfinite > 0
     (move_scale if moves_scale else count_skipped)(state, overflow)
     if not overflow:  # reading it costs nothing on a CPU

@@ -1,4 +1,4 @@
-"""The end of a step as one program."""
+"""The end of a step as one Triton program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def launch(
     *,
     moves_scale: bool,
 ) -> None:
-    """Does what the reference does."""
+    """Launches the kernel of `reference.end_step`."""
     with on_device(totals.device):
         _end_step_kernel[(1,)](
             loss_sum, num_samples, totals, len(totals), found_nonfinite,

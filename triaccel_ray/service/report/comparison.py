@@ -1,4 +1,4 @@
-"""A comparison for people: the paper's two tables, what is significant, what was chosen, pictures, and the page."""
+"""Report of a comparison: the paper's two tables, significance tests, chosen settings, figures, and the HTML page."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _BY_STANDARD = "standard is FP32 as a tutorial writes it: a difference to it hol
 
 
 def label(method: str) -> str:
-    """Returns what a method's row is called."""
+    """Returns the name of a method's row."""
     return "best fixed" if method == FIXED else method
 
 
 def view_comparison(record: Comparison) -> View:
-    """Returns the tables, and writes them as Markdown and, with pictures, as a page."""
+    """Returns a comparison's tables; writes them to a Markdown file and, with figures, to the HTML page."""
     folder, spec, title = record.folder, record.spec, f"{record.folder.name}: {record.spec.base.task}"
     tables = comparison_tables(record)
     best = best_of({method: record.results(method) for method in spec.all_methods})
@@ -78,7 +78,7 @@ def view_comparison(record: Comparison) -> View:
 
 
 def _sections(record: Comparison, tables: Sequence[Grid], unwell: Mapping[str, str]) -> Iterator[Section]:
-    """Yields what the page shows, pictures included."""
+    """Yields the sections of the page, and saves their figures."""
     folder, spec, goal = record.folder, record.spec, record.spec.base.goal
     seeds, pictures = counted(spec.num_seeds, "seed"), folder / layout.FIGURES
     subtitle = joined(f"{spec.base.task}, {seeds}", sharing_note(spec.base))
@@ -100,7 +100,7 @@ def _sections(record: Comparison, tables: Sequence[Grid], unwell: Mapping[str, s
 
 
 def _results(record: Comparison, methods: Iterable[str]) -> dict[str, MethodResults]:
-    """Returns what is known of these methods, by the names of their rows."""
+    """Returns the results of `methods` by row name."""
     return {label(method): record.results(method) for method in methods}
 
 
@@ -119,7 +119,7 @@ def _figures(of: Callable[[str], float], goal: Goal) -> Figures:
 
 
 def _curves(record: Comparison) -> list[Curve]:
-    """Returns a curve for each final run; the seeds of a method have its colour."""
+    """Returns a learning curve for each final run; all seeds of a method have the same color."""
     return [
         Curve(label=label(method), colour=METHOD_LOOKS[method][1], epochs=run.epochs)
         for method in record.spec.all_methods
@@ -129,7 +129,7 @@ def _curves(record: Comparison) -> list[Curve]:
 
 
 def comparison_tables(record: Comparison) -> list[Grid]:
-    """Returns the tables in the order in which they are read."""
+    """Returns the comparison's tables in reading order, without empty ones."""
     spec, goal = record.spec, record.spec.base.goal
     shared, first = sharing_note(spec.base), _results(record, spec.table_1)
     second = {row: record.results(method) for method, row in ABLATION.items()} if spec.ablation else {}
@@ -153,7 +153,7 @@ def comparison_tables(record: Comparison) -> list[Grid]:
 
 
 def values_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, note: str = "") -> Grid:
-    """Returns mean and standard deviation over seeds, a row for each name in `rows`; `note` is added below."""
+    """Returns a table of means and standard deviations over seeds, a row per name in `rows`, with `note` below."""
     headings, one_view = _headings(rows.values(), goal), f"{ONE_VIEW}{goal.name}"
     num_runs = sum(len(results.by_seed) for results in rows.values())
     num_with_views = sum(len(results.values(one_view)) for results in rows.values())
@@ -203,9 +203,9 @@ def best_of(rows: Mapping[str, MethodResults]) -> str:
 def differences_grid(
     title: str, pairs: Sequence[tuple[str, MethodResults, MethodResults]], goal: Goal, *, note: str = ""
 ) -> Grid:
-    """Returns the first results of every row less the second, figure by figure, and whether the two differ at all.
+    """Returns a table of paired differences, first results minus second, with significance tests for each figure.
 
-    A figure that is zero everywhere, as the allocator's peak on a CPU, is left out.
+    Figures that are zero everywhere, such as the allocator's peak on a CPU, are left out.
     """
     compared = [results for _, *both in pairs for results in both]
     headings = {
@@ -231,7 +231,7 @@ def differences_grid(
 
 
 def settings_grid(record: Comparison) -> Grid:
-    """Returns what each method trained with; no rows while that has not been chosen."""
+    """Returns a table of the settings that each method trained with; it has no rows until they are chosen."""
     rows = []
     if record.choices is not None:
         specs = final_runs(record.spec, record.choices)
@@ -244,7 +244,7 @@ def settings_grid(record: Comparison) -> Grid:
 
 
 def trials_grid(record: Comparison) -> Grid:
-    """Returns the trials on validation samples that choices were made by; those chosen bear a star."""
+    """Returns a table of the trials on validation samples that settings were chosen from; a star marks the chosen."""
     choices, goal = record.choices or Choices(), record.spec.base.goal
     chosen = {tuned.trial for tuned in choices.tuned.values()} | ({choices.fixed.name} if choices.fixed else set())
     rows = [
@@ -291,7 +291,7 @@ def _settings(spec: RunSpec) -> list[str]:
 
 
 def _tests(difference: Difference, corrected: float) -> list[str]:
-    """Returns confidence interval and p-values; empty cells without enough pairs."""
+    """Returns the cells of the confidence interval and p-values; empty ones if there are too few pairs."""
     if math.isnan(difference.low):
         return ["", "", ""]
     ps = (
@@ -327,7 +327,7 @@ def _mean_and_deviation(results: MethodResults, figure: str) -> str:
     mean, deviation = results.mean(figure), results.deviation(figure)
     if math.isnan(mean):
         return ""
-    text = f"{mean:.0f}" if abs(mean) >= 10_000 else f"{mean:.4g}"  # neither number with an exponent
+    text = f"{mean:.0f}" if abs(mean) >= 10_000 else f"{mean:.4g}"  # no exponents in either number
     if math.isnan(deviation):
         return text
     return f"{text} ± {deviation:.0f}" if deviation >= 100 else f"{text} ± {Decimal(f'{deviation:.2g}'):f}"

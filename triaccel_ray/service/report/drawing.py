@@ -1,6 +1,6 @@
-"""How all pictures look: colours that are told apart without colour vision, light axes, titles at the left.
+"""Shared style of all figures: a palette safe for color blindness, light axes, left-aligned titles.
 
-Matplotlib's object interface alone is used: no pyplot and no global state, so that a thread of a driver may draw.
+Only Matplotlib's object interface is used. Without pyplot and its global state, a thread of the driver can draw.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ METHOD_LOOKS: Final[Mapping[str, tuple[str, str]]] = {
     "dynamic-both": ("*", GREEN),
     "triaccel": ("o", NAVY),
 }
-"""Method -> marker and colour, the same in every picture."""
+"""Method -> marker and color, the same in every figure."""
 
 PRECISION_COLOURS: Final = {Precision.FP16: AMBER, Precision.BF16: SKY, Precision.FP32: NAVY}
-"""Darker as precision rises."""
+"""Higher precisions are darker."""
 
 DEPTH: Final = ListedColormap(colormaps["viridis"](np.linspace(0.0, 0.88, 256)))
-"""Viridis without the yellow that is lost on white."""
+"""Viridis without its yellow end, which is hard to see on white."""
 
 DASHED: Final = (0, (5, 3))
 ABOVE: Final[dict[str, Any]] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
-"""Where legends stand: above the axes, beside the title, never on data."""
+"""Legend position: above the axes, beside the title, so that it never covers data."""
 PLAIN: Final = FuncFormatter(lambda value, _: f"{value:,.10g}")
-"""Writes numbers on axes without exponents."""
+"""Tick formatter that writes numbers without exponents."""
 _LOG_FROM: Final = 30.0
-"""Ratio of the largest loss to the smallest from which a linear axis would show a flat line."""
+"""Ratio of largest to smallest loss above which the axis is logarithmic: a linear one would show a flat line."""
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Returns an empty white figure of that many inches, laid out so that nothing overlaps."""
+    """Returns an empty white figure of this size in inches, with constrained layout so that nothing overlaps."""
     layout = ConstrainedLayoutEngine(w_pad=0.10, h_pad=0.08)
     return Figure(figsize=(width, height), dpi=120, facecolor="white", layout=layout)
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Writes the picture as PNG and returns its path; nobody ever reads half of it, and a link there is replaced."""
+    """Writes the figure as PNG and returns its path. The write is atomic; a symbolic link at `path` is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.parent.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
     figure.savefig(partial, format="png")
@@ -75,7 +75,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def panel(axes: Axes, title: str, subtitle: str = "", *, x_label: str = "", y_label: str = "") -> None:
-    """Gives the axes their title, labels and look."""
+    """Sets the title, labels and style of the axes."""
     axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=24 if subtitle else 10)
     if subtitle:
         above: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
@@ -91,30 +91,30 @@ def panel(axes: Axes, title: str, subtitle: str = "", *, x_label: str = "", y_la
 
 
 def say(axes: Axes, text: str) -> None:
-    """Writes a sentence in the middle of axes that have nothing to show."""
+    """Writes a sentence in the middle of axes that have no data."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=10.5, color=GREY)
     axes.set_axis_off()
 
 
 def mark_level(axes: Axes, value: float, text: str, colour: str = GREY) -> None:
-    """Names a horizontal line at the right edge of the axes."""
+    """Labels a horizontal line at the right edge of the axes."""
     beside: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
     axes.annotate(text, (1.0, value), (6, 0), va="center", fontsize=8.5, color=colour, annotation_clip=False, **beside)
 
 
 def legend(axes: Axes, **options: Any) -> None:
-    """Adds a light legend."""
+    """Adds a legend without a frame."""
     axes.legend(**{"frameon": False, "fontsize": 9, "labelcolor": INK, **options})
 
 
 def scale_losses(axes: Axes, losses: Sequence[float]) -> None:
-    """Gives the axes a logarithmic scale where losses fall far."""
+    """Makes the y axis logarithmic if the losses span a large range."""
     if min(losses) > 0.0 and max(losses) > _LOG_FROM * min(losses):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(PLAIN)
 
 
 def shorten(name: str, longest: int = 24) -> str:
-    """Returns a layer's name in at most `longest` characters: the middle goes, for names differ at their ends."""
+    """Returns a layer's name in at most `longest` characters. The middle is cut, since names differ at their ends."""
     half = (longest - 1) // 2
     return name if len(name) <= longest else f"{name[:half]}…{name[-half:]}"

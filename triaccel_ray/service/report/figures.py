@@ -1,4 +1,4 @@
-"""Pictures of one run, from its event log: what the control loop did, and what came of it."""
+"""Figures of one run, drawn from its event log: the control loop's decisions and their effect."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from triaccel_ray.service.report.overview import overview, step_edges
 from triaccel_ray.service.storage.layout import EVENTS, FIGURES
 
 PICTURES = ("overview", "precision", "curvature_and_lr")
-"""What there is of a run, in the order in which it is looked at."""
+"""Names of a run's figures, in reading order."""
 
 MOST_ROW_LABELS = 32
-"""Layers named one by one; of more, every second, third, ... is named."""
+"""Largest number of layers that are all labeled; with more, only every second, third, ... one is."""
 
 
 def run_figures(folder: Path) -> list[Path]:
-    """Returns the paths of a run's pictures, drawn again only where the event log in `folder` is newer."""
+    """Returns the paths of a run's figures; redraws them only if the event log in `folder` is newer."""
     log, pictures = folder / EVENTS, folder / FIGURES
     drawn = [path for name in PICTURES if (path := pictures / f"{name}.png").exists()]
     if drawn and min(path.stat().st_mtime for path in drawn) >= log.stat().st_mtime:
@@ -38,7 +38,7 @@ def run_figures(folder: Path) -> list[Path]:
 
 
 def draw_run(events: Iterable[Event]) -> dict[str, Figure]:
-    """Returns the pictures, by name, that the events of a run have data for."""
+    """Returns a run's figures by name, without those that its events have no data for."""
     records = [event.record for event in events]
     start = next(record for record in records if isinstance(record, Start))
     ticks = [record for record in records if isinstance(record, Tick)]
@@ -56,10 +56,10 @@ def draw_run(events: Iterable[Event]) -> dict[str, Figure]:
 
 
 def precision_heatmap(ticks: Sequence[Tick], *, about: str = "") -> Figure:
-    """Returns the precision in which each layer computed, over the steps: a row per layer, input at the top."""
+    """Returns a heat map of each layer's precision over the steps: a row per layer, input at the top."""
     names = list(ticks[0].observation.plan.precision)
     levels = list(Precision)
-    # What was observed at a tick is the plan of the interval that it ends.
+    # The plan observed at a tick is the one in force during the interval that the tick ends.
     ranks = np.array([[tick.observation.plan.precision[name].rank for name in names] for tick in ticks]).T
     figure = drawing.new_figure(9.6, min(max(0.215 * len(names), 0.9), 7.0) + 1.5)
     axes = figure.subplots()
@@ -83,12 +83,12 @@ def precision_heatmap(ticks: Sequence[Tick], *, about: str = "") -> Figure:
 
 
 def curvature_and_lr(ticks: Sequence[Tick], curvature: CurvatureConfig, *, about: str = "") -> Figure:
-    """Returns each layer's largest eigenvalue and learning-rate scale; colours go from input to output."""
+    """Returns plots of each layer's largest eigenvalue and learning-rate scale; color encodes depth."""
     names = list(ticks[0].observation.plan.precision)
     measured = [tick for tick in ticks if any(signal.eigenvalues for signal in tick.observation.layers)]
     states = [tick.decision.state.layers for tick in measured]
     largest = np.array([[(layers[name].eigenvalues or (0.0,))[0] for layers in states] for name in names])
-    # A flat layer's eigenvalue may be measured as zero or below, a diverged one's as infinite: no place on a log axis.
+    # A log axis cannot show the zero or negative eigenvalue of a flat layer, or the infinite one of a diverged layer.
     drawn = np.where(np.isfinite(largest) & (largest > 0.0), largest, np.nan)
     if np.isnan(drawn).all():
         figure = drawing.new_figure(9.6, 2.2)

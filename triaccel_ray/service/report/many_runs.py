@@ -1,4 +1,4 @@
-"""Pictures of many runs beside each other: learning curves, and the metric against what it cost."""
+"""Figures that compare runs: learning curves, and the metric against time and memory."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from triaccel_ray.service.runs.objective import Figures
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One run, and how it is drawn."""
+    """The learning curve of one run, and its style."""
 
     label: str
-    """Runs of the same label have one entry in the legend."""
+    """Curves with the same label share one legend entry."""
     colour: str
     epochs: Sequence[Epoch]
     """At least one."""
     width: float = 1.8
     opacity: float = 0.8
     pruned: bool = False
-    """Whether a cross ends the curve."""
+    """Whether the curve ends with a cross."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Points of one label and look."""
+    """Points that share a label and a style."""
 
     label: str
     points: Sequence[Figures]
     look: Mapping[str, Any]
     """Options of `Axes.errorbar`."""
     spread: Figures | None = None
-    """Standard deviations, drawn as bars; None: none."""
+    """Standard deviations, drawn as error bars; None draws none."""
     is_front: bool = False
-    """Whether only the points that no other one beats in a panel are drawn, joined."""
+    """Whether to draw only the Pareto front of each panel, joined by a line."""
 
 
 def learning_curves(curves: Sequence[Curve], goal: Goal, *, about: str = "") -> Figure:
-    """Returns four panels: what was learned over epochs and over seconds, seconds and samples per second by epoch.
+    """Returns four panels: metric or loss by epoch and by seconds, seconds per epoch, and samples per second.
 
-    The goal's metric is drawn where every run was judged on validation samples, the training loss elsewhere. The curves
-    given last lie on top.
+    The goal's metric is drawn if every run has it on validation samples, otherwise the training loss. Later curves lie
+    on top.
     """
     judged = all(epoch.held_out(goal) is not None for curve in curves for epoch in curve.epochs)
     title, unit = (f"Validation {goal.words}", goal.axis_unit) if judged else ("Training loss", "mean over the samples")
@@ -63,7 +63,7 @@ def learning_curves(curves: Sequence[Curve], goal: Goal, *, about: str = "") -> 
         numbers, seconds = [epoch.epoch for epoch in curve.epochs], [epoch.seconds for epoch in curve.epochs]
         learned = [epoch.held_out(goal) if judged else epoch.train_loss for epoch in curve.epochs]
         look: dict[str, Any] = {"color": curve.colour, "linewidth": curve.width, "alpha": curve.opacity}
-        if len(numbers) <= 12:  # one epoch is a point, which a line does not show
+        if len(numbers) <= 12:  # a single epoch would be invisible as a line
             look |= {"marker": "o", "markersize": 3.0}
         for axes, at, values in (
             (by_epoch, numbers, learned),
@@ -90,9 +90,9 @@ def learning_curves(curves: Sequence[Curve], goal: Goal, *, about: str = "") -> 
 def metric_against_cost(
     series: Sequence[Series], goal: Goal, *, limit: float | None = None, about: str = "", samples: str = ""
 ) -> Figure:
-    """Returns the goal's metric on `samples` against seconds per epoch and against peak memory, two panels.
+    """Returns two panels: the goal's metric on `samples` against seconds per epoch, and against peak memory.
 
-    `limit` is the metric of a trial that is barely feasible.
+    `limit` is the worst metric that is still feasible, drawn as a horizontal line.
     """
     figure = new_figure(11.0, 4.8)
     left, right = figure.subplots(1, 2, sharey=True)
@@ -116,7 +116,7 @@ def metric_against_cost(
 
 
 def front(points: Sequence[Figures], cost: Callable[[Figures], float], goal: Goal) -> list[Figures]:
-    """Returns the points, by rising cost, that no other one beats: at no more cost none has a better metric."""
+    """Returns the Pareto front by rising cost: points for which no other has a better metric at no more cost."""
     sign = 1.0 if goal.maximize else -1.0
     best: list[Figures] = []
     for point in sorted(points, key=lambda each: (cost(each), -sign * each.metric)):
@@ -126,7 +126,7 @@ def front(points: Sequence[Figures], cost: Callable[[Figures], float], goal: Goa
 
 
 def _legend_below(figure: Figure) -> None:
-    """Names every label once, in the order in which it is first drawn."""
+    """Adds one legend below all panels, with each label once, in drawing order."""
     named: dict[str, Any] = {}
     for handle, name in zip(*figure.axes[0].get_legend_handles_labels(), strict=True):
         named.setdefault(name, handle)

@@ -1,4 +1,4 @@
-"""One picture that tells a run: what it learned, what the loop changed, what memory and time that took."""
+"""Overview figure of a run: loss and metric, the loop's changes, memory and time."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _FAULTS = (
     (FaultKind.CAPTURE_OUT_OF_MEMORY, "no memory to capture", "P"),
     (FaultKind.APPLY_FAILED, "plan not applied", "X"),
 )
-"""What was survived, what it is called and its marker."""
+"""Fault that the run recovered from, its label and its marker."""
 
 
 def overview(
     epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig, goal: Goal, *, about: str = ""
 ) -> Figure:
-    """Returns eight panels: loss, metric, precisions, batch size, memory, samples per second, and time twice.
+    """Returns eight panels: loss, metric, precisions, batch size, memory, speed, time, and metric over time.
 
-    All but the last run over epochs; that one shows the metric over seconds of training. A baseline has no ticks: its
-    batch size and peak come from its epochs.
+    The x axis of the last panel is seconds of training, of all others epochs. A baseline has no ticks: its batch size
+    and peak memory come from its epochs.
     """
     figure = drawing.new_figure(11.0, 10.0)
     grid = figure.subplots(4, 2)
@@ -64,26 +64,26 @@ def overview(
 
 
 def _whole(epochs: Sequence[Epoch]) -> list[float]:
-    """Returns the borders of the epochs."""
+    """Returns the epoch boundaries as edges for `stairs`, one more than epochs."""
     return [epochs[0].epoch - 1, *(epoch.epoch for epoch in epochs)]
 
 
 def step_edges(ticks: Sequence[Tick]) -> list[float]:
-    """Returns the borders of the intervals that the ticks end, one more than ticks; each at least one step wide."""
+    """Returns the boundaries, in steps, of the intervals between ticks: one more than ticks, at least 1 step apart."""
     return _edges([tick.observation.step for tick in ticks], 1.0)
 
 
 def _edges(ends: Sequence[float], narrowest: float) -> list[float]:
-    """Returns `ends` and where the first interval begins: a log may begin at a later step, so as far back as the next.
+    """Returns `ends` with the start of the first interval in front.
 
-    The first interval is at least as wide as `narrowest`.
+    A log may begin late in a run, so the first interval is as wide as the second, and at least `narrowest`.
     """
     first = max(2 * ends[0] - ends[1], 0.0) if len(ends) > 1 else 0.0
     return list(accumulate([min(first, ends[0] - narrowest), *ends], max))
 
 
 def _intervals(epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> list[float]:
-    """Returns the borders of the intervals that the ticks end and of the one after the last tick, in epochs."""
+    """Returns the boundaries, in epochs, of the intervals between ticks and of the one after the last tick."""
     edges = _edges([tick.observation.epoch for tick in ticks], 0.0)
     return [*edges, max(edges[-1], epochs[-1].epoch)]
 
@@ -126,7 +126,7 @@ def _draw_precisions(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick])
 
 
 def _draw_batch(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig) -> None:
-    """Draws the batch size, beside it what is computed at once where that is less, and what was survived."""
+    """Draws the batch size, the micro-batch size if it is smaller, and the faults that the run recovered from."""
     sizes, edges = [epoch.batch_size for epoch in epochs], _whole(epochs)
     at_once = sizes
     if ticks:
@@ -157,7 +157,7 @@ def _draw_batch(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batc
 
 
 def _draw_memory(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig) -> None:
-    """Draws the memory that the batch follows, with its limit and the band in which the loop keeps it."""
+    """Draws the peak memory of each interval, with the limit and the band in which the batch rule keeps it."""
     memory = [tick.observation.memory for tick in ticks]
     in_bytes = [signal.window_peak_bytes for signal in memory] or [epoch.peak_bytes for epoch in epochs]
     peaks, edges = np.array(in_bytes) / BYTES_PER_GB, _intervals(epochs, ticks)[:-1] if ticks else _whole(epochs)
@@ -171,15 +171,15 @@ def _draw_memory(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], bat
     high, low = f"rho_high {batch.rho_high:.0%}", f"rho_low {batch.rho_low:.0%}"
     lines = ((1.0, "limit", INK), (batch.rho_high, high, RED), (batch.rho_low, low, ORANGE))
     for share, text, colour in lines:
-        level = idle + share * (limits - idle)  # no batch size changes what the idle process holds
+        level = idle + share * (limits - idle)  # rho counts above the idle memory, which no batch size changes
         style: Any = "-" if text == "limit" else drawing.DASHED
         axes.stairs(level, edges, baseline=None, color=colour, linewidth=1.2, linestyle=style)
         if share == batch.rho_low and batch.rho_high - batch.rho_low < 0.12:
-            continue  # its text would lie on that of rho_high
+            continue  # its label would overlap that of rho_high
         above = 1.06 if text == "limit" else share  # clear of rho_high
         mark_level(axes, idle[-1] + above * (limits[-1] - idle[-1]), text, colour)
     top, floor = max(limits.max(), peaks.max()), min(idle.min(), peaks.min())
-    # A runtime that dwarfs what batches take would flatten all there is to see.
+    # If idle memory dwarfs what batches take, an axis from 0 would flatten the curve.
     bottom = max(floor - 0.15 * (top - floor), 0.0) if floor > 0.5 * top else 0.0
     axes.set_ylim(bottom, top + 0.12 * (top - bottom))
 
@@ -191,7 +191,7 @@ def _draw_by_epoch(axes: Axes, epochs: Sequence[Epoch], values: Sequence[float])
 
 
 def _draw_seconds(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> None:
-    """Draws the seconds of each epoch, and how many of them changing plans took."""
+    """Draws the seconds of each epoch, and the part of them spent on changing plans."""
     _draw_by_epoch(axes, epochs, [epoch.seconds for epoch in epochs])
     epoch_of, seconds = [tick.observation.epoch for tick in ticks], [tick.applied.adapt_ms / 1e3 for tick in ticks]
     spent, edges = np.histogram(np.ceil(epoch_of) - 0.5, _whole(epochs), weights=seconds)

@@ -1,4 +1,4 @@
-"""What a page says besides figures: where results come from, what failed or is missing, what to know of a run."""
+"""Text of a report page: provenance of the results, failed or missing runs, and notes on a run."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _SLOWER = {
 
 
 def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], command: str) -> Section:
-    """Returns the top of a page: date, hardware, versions, commit, settings, and the command that does it again.
+    """Returns the top of a page: date, hardware, versions, commit, settings, and the command to repeat the result.
 
-    `spec` is what the runs have in common, `facts` what is said of them besides; where runs differ, all is named.
+    `spec` is what the runs have in common; `facts` are further rows. If runs differ, each distinct value is listed.
     """
     infos = [run.start.info for run in runs]
     rows = {
@@ -59,7 +59,7 @@ def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], co
 def troubles(
     runs: Mapping[str, RunRecord], missing: Sequence[str] = (), damaged: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Returns what failed, was interrupted or is not there, and why, by the run's name."""
+    """Returns, by run name, why a run failed, was interrupted, is damaged or is missing."""
     found = {name: "; ".join(_troubles_of(run)) for name, run in runs.items()}
     found |= {name: f"is left out: {problem}" for name, problem in (damaged or {}).items()}
     found |= dict.fromkeys(missing, "is missing: it was asked for and has not begun")
@@ -67,19 +67,19 @@ def troubles(
 
 
 def trouble_lines(found: Mapping[str, str]) -> str:
-    """Returns the troubles for a terminal, a line each."""
+    """Returns the troubles as text for a terminal, one per line."""
     return "\n".join(f"{name} {said}" for name, said in found.items())
 
 
 def sharing_note(spec: RunSpec) -> str:
-    """Returns whose timings these are where GPUs are shared; empty where each run has one to itself."""
+    """Returns a note that timings come from shared GPUs; empty if each run had a GPU to itself."""
     if spec.trials_per_gpu == 1:
         return ""
     return f"times and scores are those of GPUs shared by {spec.trials_per_gpu} runs each, not of a GPU of one's own"
 
 
 def run_notes(run: RunRecord) -> Iterator[str]:
-    """Yields one sentence each: on sharing, adapting, memory that ran out, and what ran slower than it might."""
+    """Yields a sentence each on GPU sharing, time spent adapting, out-of-memory errors, and slower fallbacks."""
     if note := sharing_note(run.spec):
         yield note
     seconds = sum(tick.applied.adapt_ms for tick in run.ticks) / 1e3
@@ -114,7 +114,7 @@ def _troubles_of(run: RunRecord) -> Iterator[str]:
 
 
 def _span(runs: Sequence[RunRecord]) -> str:
-    """Returns when the first of the runs began and how long all of them took together, in UTC."""
+    """Returns the start of the first run, in UTC, and the time from there to the end of the last run."""
     if not runs:
         return ""
     times = []
@@ -127,7 +127,7 @@ def _span(runs: Sequence[RunRecord]) -> str:
 
 def _settings(spec: RunSpec, runs: Sequence[RunRecord]) -> str:
     recipe, batch = spec.recipe, spec.method_control.batch
-    # Of a search the trials have a limit of their own, and what baselines might hold is of no interest.
+    # The trials of a search have their own memory limit; that of its baselines and probe does not matter.
     limited = [run for run in runs if run.spec.method not in ("fp32", "amp", "probe")] or runs
     limits = [value for run in limited if isinstance(value := run.start.parameters.get("memory_limit_bytes"), int)]
     memory = " to ".join(dict.fromkeys(map(format_bytes, (min(limits), max(limits))))) if limits else ""

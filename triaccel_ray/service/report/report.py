@@ -1,4 +1,4 @@
-"""A result for people, as values: what a terminal shows of it, and one self-contained HTML page."""
+"""Views of results: the text and tables that a terminal shows, and one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
   }));
 }
 """
-"""Sorts a table by the column whose heading is clicked: numbers first, empty cells last."""
+"""Sorts a table by the column whose heading the user clicks: numbers first, empty cells last."""
 
 _HASH: Final = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
 _POLICY: Final = (
@@ -72,45 +72,45 @@ _POLICY: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A heading with notice, facts, text, table, command and pictures below it, in this order; each may be missing.
+    """A heading followed by notice, facts, text, table, command and pictures, in this order; each is optional.
 
-    One with nothing below its heading is left out.
+    A section without content is not rendered.
     """
 
     title: str = ""
     notice: str = ""
-    """Text that must not be overlooked."""
+    """Text that is highlighted."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """Names and what is said of them, one below the other."""
+    """Name -> text, rendered as a two-column table."""
     text: str = ""
     table: Grid | None = None
     command: str = ""
     pictures: Sequence[Path] = ()
     folded: bool = False
-    """Whether a reader opens it by its title: what there is much of."""
+    """Whether the section is collapsed until the reader clicks its title; for long content."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """A run, search or comparison, looked at."""
+    """The report of a run, search or comparison."""
 
     folder: Path
     shown: Sequence[str | Grid]
-    """What a terminal shows, in this order, with an empty line between; what is empty is left out."""
+    """Texts and tables for a terminal, in order, separated by empty lines; empty texts are left out."""
     rows: Sequence[Mapping[str, Any]]
-    """The table that matters most, by heading: a run's epochs, a search's trials, a comparison's methods."""
+    """Rows of the main table, by heading: a run's epochs, a search's trials, a comparison's methods."""
     page: Path
-    """The page, which has been written."""
+    """Path of the HTML page, which is already written."""
     command: str = ""
-    """What to train with; empty where nothing can be recommended."""
+    """Recommended training command; empty if there is none."""
     control: ControlConfig | None = None
-    """Thresholds to train with: a run's own, the best that a search has found, a comparison's."""
+    """Configuration to train with: a run's own, a search's with its best thresholds, or a comparison's."""
     best: TunedThresholds | None = None
-    """What a search has found; None before that, and of anything else."""
+    """Best thresholds of a search; None if it has not found any, and for a run or comparison."""
 
 
 def show(view: View, to: Console | None = None) -> None:
-    """Shows the view in a terminal; standard output unless another is given."""
+    """Prints the view to a terminal, by default standard output."""
     terminal = to or console.out
     for part in view.shown:
         if isinstance(part, Grid):
@@ -121,9 +121,9 @@ def show(view: View, to: Console | None = None) -> None:
 
 
 def write_page(folder: Path, title: str, sections: Iterable[Section]) -> Path:
-    """Writes the page into `folder` and returns its path; pictures are embedded, so the file can be sent to anybody.
+    """Writes the HTML page into `folder` and returns its path; pictures are embedded, so the file can be shared.
 
-    The page loads nothing, and runs nothing but the script that sorts its tables, whatever it shows.
+    A content security policy keeps the page from loading anything, and from running any script but its table sorter.
     """
     body = "\n".join(filter(None, map(_section, sections)))
     path = folder / REPORT

@@ -1,4 +1,4 @@
-"""A run for people: its epochs, its result, pictures of what the loop did, and a page of all that."""
+"""Report of a run: its epochs, its result, figures of the loop's decisions, and the HTML page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from triaccel_ray.service.runs.record import ONE_VIEW, OWN_CODE, RunRecord
 
 
 def view_run(run: RunRecord) -> View:
-    """Returns a run's epochs and result, and writes its pictures and page."""
+    """Returns the view of a run, its epochs and result; writes its figures and page."""
     epochs, results = run_grid(run), run.end.results if run.end else {}
     return View(
         folder=run.folder,
@@ -35,7 +35,7 @@ def view_run(run: RunRecord) -> View:
 
 
 def write_run_page(run: RunRecord) -> Path:
-    """Draws the pictures, writes the page into the run's folder and returns its path."""
+    """Draws the figures, writes the page into the run's folder and returns its path."""
     spec, results = run.spec, run.end.results if run.end else {}
     facts = {"method": f"{spec.method}: {METHODS[spec.method]}", "status": run.status, "seed": str(spec.seed)}
     sections = (
@@ -50,7 +50,7 @@ def write_run_page(run: RunRecord) -> Path:
 
 
 def run_grid(run: RunRecord) -> Grid:
-    """Returns one run's epochs."""
+    """Returns the table of a run's epochs."""
     goal = run.start.goal
     headings = metric_headings((name for epoch in run.epochs for name in epoch.held_out_metrics), goal)
     rows = [
@@ -74,7 +74,7 @@ def run_grid(run: RunRecord) -> Grid:
 
 
 def result_grid(results: Mapping[str, float], goal: Goal) -> Grid:
-    """Returns a run's final figures."""
+    """Returns the table of a run's final results."""
     headings = result_headings(results, goal)
     cells = [f"{results[name]:.4g}" if name in results else "" for name in headings]
     note = VIEWS_NOTE if f"{ONE_VIEW}{goal.name}" in headings else ""
@@ -89,5 +89,5 @@ def _metric_cell(epoch: Epoch, name: str, goal: Goal) -> str:
 
 
 def _command(run: RunRecord) -> str:
-    """Returns the command that trains the same again; empty for a run of a user's own code."""
+    """Returns the command that repeats the run; empty if a user's own code trained it."""
     return "" if run.spec.task == OWN_CODE else to_repeat("run", run.folder)

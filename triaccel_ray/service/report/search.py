@@ -1,4 +1,4 @@
-"""A search for people: its trials, what to train with, pictures, and a page of all that."""
+"""Report of a search: its trials, the recommended settings, figures, and the HTML page."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ from triaccel_ray.service.storage.layout import FIGURES
 from triaccel_ray.service.units import counted
 
 MIN_TRIALS: Final = 20
-"""Fewer trials say nothing about how much four thresholds matter."""
+"""Trials needed for `importance`: fewer say nothing about how much four thresholds matter."""
 _NUM_DRAWN: Final = 10
 _WAYS_OUT: Final[Mapping[str, str]] = {
     "out_of_memory": "give more --memory-headroom or --memory-budget, or a smaller --batch-size",
     "non_finite": "give a smaller --lr",
     "disk_full": "make room, then `triaccel resume`",
 }
-"""Cause of a trial's end -> what to change."""
+"""Cause of a trial's end -> advice to the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """What to train with after a search, and why."""
+    """The recommendation of a search: a command to train with, and the reason."""
 
     sentence: str
     command: str = ""
-    """Empty where no run can be recommended."""
+    """Empty if no run can be recommended."""
     best: RunRecord | None = None
     """The best trial, recommended or not."""
     beaten_by: str = ""
-    """The baseline that is better than the best trial, and is recommended in its place."""
+    """Name of the baseline that is recommended because it is better than the best trial; empty if none is."""
 
 
 def view_search(record: SearchRecord) -> View:
-    """Returns a search's trials and what to train with, and writes its pictures and page."""
+    """Returns the view of a search, its trials and recommendation; writes its figures and page."""
     folder, grid, advice, found = record.folder, search_grid(record), recommendation(record), found_in(record)
     thresholds = f"thresholds of the best trial, and what it takes to find them again: {folder / search.FOUND}"
     runs = {f"baseline {name}": run for name, run in record.baselines.items()}
@@ -79,7 +79,7 @@ def view_search(record: SearchRecord) -> View:
 
 
 def _sections(record: SearchRecord, advice: Recommendation, grid: Grid, unwell: Mapping[str, str]) -> Iterator[Section]:
-    """Yields what the page of a search shows, pictures included."""
+    """Yields the sections of a search's page, saving their figures."""
     spec, goal, name, pictures = record.spec, record.spec.base.goal, record.folder.name, record.folder / FIGURES
     is_beaten = bool(advice.beaten_by) or advice.best is None
     said = Section(notice=advice.sentence) if is_beaten else Section(text=advice.sentence)
@@ -108,7 +108,7 @@ def _sections(record: SearchRecord, advice: Recommendation, grid: Grid, unwell: 
 
 
 def search_grid(record: SearchRecord) -> Grid:
-    """Returns baselines and trials with thresholds and figures: finished trials best first, then stopped ones."""
+    """Returns a table of baselines and trials with thresholds and figures: finished trials best first, then others."""
     objective, spec = record.objective, record.spec
     done = sum(run.status in ("finished", "stopped") for run in record.trials)
     names = tuple(scale.name for scale in dimensions(spec.optional))
@@ -155,7 +155,7 @@ def _row(label: str, run: RunRecord, record: SearchRecord) -> list[str]:
 
 
 def missing_runs(record: SearchRecord) -> list[str]:
-    """Returns the names of the runs that the search asked for and that have not begun."""
+    """Returns the names of the requested runs that have not begun."""
     baselines = ("fp32", "amp", *(["probe"] if record.spec.space == "thresholds" else []))
     missing = [f"baseline {name}" for name in baselines if name not in record.baselines]
     begun = {run.name for run in record.trials} | record.damaged.keys()
@@ -163,7 +163,7 @@ def missing_runs(record: SearchRecord) -> list[str]:
 
 
 def recommendation(record: SearchRecord) -> Recommendation:
-    """Returns the best trial, or the baseline that beats it in what was maximised, with the command to train with."""
+    """Returns the best trial, or a baseline that beats it in the search's objective, with the command to train with."""
     best, objective, compared = best_trial(record), record.objective, contenders(record)
     figures = {name: found for name, run in compared.items() if (found := run.figures) is not None}
     values = {name: objective.value(compared[name].epochs[-1].epoch, found) for name, found in figures.items()}
@@ -174,7 +174,7 @@ def recommendation(record: SearchRecord) -> Recommendation:
         command = to_repeat("run", record.baselines[winner].folder)
         return Recommendation(sentence=f"{_why_none(record)} Until then train with {winner.upper()}:", command=command)
     said = {name: _said(objective.name, found, objective.goal) for name, found in figures.items()}
-    winner = max(values, key=lambda name: values[name])  # of equals the trial
+    winner = max(values, key=lambda name: values[name])  # the trial wins ties
     verb, value, text = said.pop(best.name)
     sentence = f"The best trial, {best.name}, {verb} {text}"
     if winner == best.name:
@@ -193,7 +193,7 @@ def recommendation(record: SearchRecord) -> Recommendation:
 
 
 def _said(objective: str, figures: Figures, goal: Goal) -> tuple[str, float, str]:
-    """Returns verb, value and text of the figure that stands for what was maximised."""
+    """Returns a verb, the value and its text for the figure that the search optimized."""
     match objective:
         case "metric" | "accuracy":
             return "reaches", figures.metric, goal.text(figures.metric)
@@ -224,11 +224,11 @@ def _why_none(record: SearchRecord) -> str:
 
 
 def importance(record: SearchRecord) -> str:
-    """Returns how much each threshold of the search mattered; empty where fewer than MIN_TRIALS can be compared.
+    """Returns a text on how much each threshold mattered; empty if fewer than MIN_TRIALS can be compared.
 
-    Pruned trials count too, or only the good ones would: all are compared after the latest epoch that half of them, and
-    MIN_TRIALS, have reached. What is explained is a trial's rank in what was maximised, for the values themselves leap
-    from percentage points to scores where trials become feasible.
+    Pruned trials count too, so that the sample is not limited to good ones. Trials are compared after the latest epoch
+    that half of them, and MIN_TRIALS, have reached. The target is a trial's rank by the objective: the values jump from
+    percentage points to scores when trials become feasible.
 
     Source: Hutter, Hoos and Leyton-Brown, An Efficient Approach for Assessing Hyperparameter Importance, ICML 2014.
     """
@@ -253,7 +253,7 @@ def importance(record: SearchRecord) -> str:
         name: FloatDistribution(min(column), max(column)) for name, column in columns.items()
     }
     trials = [optuna.create_trial(params=at, distributions=ranges, value=ranks[value]) for value, at in judged]
-    chance, ends = random.Random(0), (trials[0], trials[-1])  # in every draw: else all drawn could be alike
+    chance, ends = random.Random(0), (trials[0], trials[-1])  # in every draw, or all of a draw could be equal
     with quiet_optuna():
         shares = _shares(trials)
         drawn = [_shares([*ends, *chance.choices(trials, k=len(trials) - 2)]) for _ in range(_NUM_DRAWN)]
@@ -274,7 +274,7 @@ def _shares(trials: Sequence[optuna.trial.FrozenTrial]) -> Mapping[str, float]:
 
 
 def outcomes(record: SearchRecord) -> list[Series]:
-    """Returns how trials ended, those that none beats, the best, and baselines; pruned trials as they were by then."""
+    """Returns the series to plot: trials by outcome (pruned ones as of then), Pareto front, best trial, baselines."""
     best, compared = best_trial(record), contenders(record)
     points: dict[str, list[Figures]] = {"pruned": [], "poor": [], "good": []}
     for run in (compared.get(trial.name, trial) for trial in record.trials):
@@ -304,7 +304,7 @@ def outcomes(record: SearchRecord) -> list[Series]:
 
 
 def _curves(record: SearchRecord, best: RunRecord | None) -> list[Curve]:
-    """Returns the curves of all trials, the baselines and the best trial above the others."""
+    """Returns the learning curves of all trials, with the baselines and the best trial drawn on top."""
     curves = []
     for run in (run for run in record.trials if run.epochs and run is not best):
         stopped = run.status == "stopped"

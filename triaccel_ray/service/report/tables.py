@@ -1,4 +1,4 @@
-"""Tables of results as plain text cells, the same for terminal, Markdown and HTML."""
+"""Tables of results with cells of plain text, shared by terminal, Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ RESULT_HEADINGS: Mapping[str, str] = {
     "allocated_peak_gb": "allocator peak GB",
     "score": "score",
 }
-"""Result -> column heading, after the metrics that the task is judged by."""
+"""Result -> column heading; these columns follow those of the task's metrics."""
 STAR = " *"
-"""Marks the metric of a trial behind AMP by more than the margin."""
+"""Suffix that marks the metric of a trial behind AMP by more than the margin, and the name of a chosen trial."""
 FIGURE_COLUMNS = ("s/epoch", "peak GB", "score")
-"""After the metric that the task is judged by."""
+"""Headings of the columns that follow the task's metric."""
 _NUMBER = re.compile(r"[+-]?(\d[\d,]*(\.\d+)?(e[+-]?\d+)?|inf)")
 
 
@@ -35,7 +35,7 @@ class Grid:
     title: str = ""
     note: str = ""
     spare: Sequence[str] = ()
-    """Columns that a narrow terminal goes without, in this order."""
+    """Columns that a narrow terminal drops, the first one first."""
 
     def markdown(self) -> str:
         """Returns the table in Markdown."""
@@ -44,9 +44,9 @@ class Grid:
         return "\n".join([*lines, "", self.note, ""] if self.note else [*lines, ""])
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """Returns the rows by heading, numbers as such and empty cells as None.
+        """Returns the rows as dictionaries by heading, with numbers parsed and empty cells as None.
 
-        A mean with its standard deviation is two numbers, the second headed `±`; a star is left out.
+        A mean with its standard deviation gives two entries, the second with ` ±` after its heading. Stars are dropped.
         """
         return [dict(_values(row, self.header)) for row in self.rows]
 
@@ -67,18 +67,18 @@ def _value(cell: str) -> str | int | float | None:
 
 
 def joined(*notes: str) -> str:
-    """Returns the notes as one, empty ones left out."""
+    """Returns the notes joined by semicolons, without empty ones."""
     return "; ".join(filter(None, notes))
 
 
 def metric_headings(names: Iterable[str], goal: Goal) -> dict[str, str]:
-    """Returns column headings by name: of the goal, then of the other metrics among these names of results."""
+    """Returns column headings by name: the goal's, then those of the other metrics among the result names `names`."""
     others = [name for name in names if name not in RESERVED and not name.startswith(ONE_VIEW)]
     return {goal.name: goal.heading, **{name: name.replace("_", " ") for name in others if name != goal.name}}
 
 
 def result_headings(names: Collection[str], goal: Goal, *, prefix: str = "") -> dict[str, str]:
-    """Returns column headings by name: the metrics begun by `prefix`, RESULT_HEADINGS, the goal by one view."""
+    """Returns column headings by name: metrics with `prefix` in front, RESULT_HEADINGS, the goal's by one view."""
     metrics = {name: f"{prefix}{text}" for name, text in metric_headings(names, goal).items()}
     one_view = f"{ONE_VIEW}{goal.name}"
     views = {one_view: f"by one view {goal.unit}".rstrip()} if one_view in names else {}
@@ -86,7 +86,7 @@ def result_headings(names: Collection[str], goal: Goal, *, prefix: str = "") -> 
 
 
 def figure_cells(figures: Figures | None, goal: Goal) -> list[str]:
-    """Returns the cells of the goal's column and FIGURE_COLUMNS; empty ones where nothing was measured."""
+    """Returns the cells of the goal's column and FIGURE_COLUMNS; empty ones if nothing was measured."""
     if figures is None:
         return [""] * (1 + len(FIGURE_COLUMNS))
     numbers = f"{figures.seconds:.3f}", f"{figures.peak_gb:.3f}", f"{figures.score:.2f}"

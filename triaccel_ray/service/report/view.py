@@ -1,4 +1,4 @@
-"""The view of whatever lies in a folder: a run, a search or a comparison."""
+"""The view of a stored result: a run, a search or a comparison."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from triaccel_ray.service.storage.storage_path import StoragePath
 
 
 def view_at(place: StoragePath) -> View:
-    """Returns the run, search or comparison at `place`, with pictures and page written, which a store gets too.
+    """Returns the view of the run, search or comparison at `place`; writes its page, also to a remote store.
 
     Raises:
-        LogError: there is none, or it is damaged.
+        LogError: there is no such result, or it is damaged.
     """
     folder = place.folder
     if (folder / SEARCH).exists():
@@ -27,5 +27,5 @@ def view_at(place: StoragePath) -> View:
         view = view_comparison(read_comparison(folder))
     else:
         view = view_run(read_run(folder))
-    bring(place, PAGES)  # reading alone may be allowed
+    bring(place, PAGES)  # only warns if the store is read-only for this user
     return view
