@@ -85,7 +85,7 @@ class SampleSchedule:
             self._num_steps += 1
 
     def _step(self, scheduler: LRScheduler) -> None:
-        """Steps the scheduler. Its first step may warn of a missing optimizer step, as kernels step unseen by it."""
+        """Steps the scheduler without its warning that the optimizer has not stepped: kernels may do so unseen."""
         if self._num_steps > 0:  # catch_warnings makes Python forget which warnings it has shown
             scheduler.step()
             return

@@ -53,7 +53,8 @@ class TrainingUpdate:
         """Adds each step's loss to every row of `loss_sums`: fp64 [rows, 2], sum over the samples and their number.
 
         With `clip_norm`, gradients whose global norm is larger are scaled down to it. Gradients that arrive in buckets
-        are clipped by the last step's norm, as their own is known only after they are freed; the first step's to zero.
+        are clipped by the last step's norm, because their own is known only after they are freed. Those of the first
+        step are scaled to zero.
         """
         self._precision, self._moments, self._optimizer, self._loss_scale = precision, moments, optimizer, loss_scale
         self._loss_sums, self._clip_norm = loss_sums, clip_norm
@@ -82,7 +83,7 @@ class TrainingUpdate:
     def run(self, loss_sum: Tensor, num_samples: int, gradients: Gradients | BucketedGradients) -> None:
         """Completes one step from its loss summed over the samples (fp64 scalar) and its gradients.
 
-        A step with a non-finite gradient is skipped in every precision. `take` has already processed buckets.
+        A step with a non-finite gradient is skipped in every precision. Buckets have already been processed by `take`.
         """
         active = self._precision.needs_loss_scale
         scale = self._loss_scale.factor(active)
@@ -188,7 +189,7 @@ class Training:
             yield
 
     def remove(self) -> None:
-        """Restores the model's own forward functions and frees the graphs' memory; attempts each part in any case."""
+        """Restores the model's own forward functions and frees the graphs' memory; tries all even if a part fails."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.sampler.close)
             stack.callback(self.pool.release)
@@ -201,8 +202,7 @@ class Training:
     def _build_steps(self, waits: Sequence[str], buckets: Sequence[Sequence[int]] | None) -> StepCache:
         """Returns the step cache; `waits` says why the host waits for the device in the model's forward pass.
 
-        On a GPU, the norms of a BatchNorm network are fused. A model without such norms, or that cannot be traced, is
-        compiled.
+        On a GPU, the norms of a BatchNorm network are fused. A model without them, or not traceable, is compiled.
         """
         execution, on_gpu = self._config.execution, self.device.type == "cuda"
         fusion = self._fuse() if on_gpu and execution.compile != "on" and execution.fuse else None
@@ -272,7 +272,7 @@ class Training:
         return compilation
 
     def _recomputation(self, fusion: Fusion | None, compilation: Compilation | None) -> Recomputation | None:
-        """Returns activation checkpointing of the compiled blocks or the model's regions; None, noted, without any."""
+        """Returns activation checkpointing of compiled blocks or model regions; None, with a note, if there is none."""
         regions = find_regions(self.model)
         text = "the model has no blocks of several layers to checkpoint"
         if compilation is not None and compilation.blocks:
