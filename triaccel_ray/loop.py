@@ -33,7 +33,7 @@ class NonFiniteGradientsError(RuntimeError):
 
 
 class ControlLoop(EpochLoop):
-    """Trains a model and adapts its precision, learning rate and batch size meanwhile."""
+    """Trains a model while adapting its precision, learning rate and batch size."""
 
     def __init__(
         self,

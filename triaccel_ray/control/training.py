@@ -160,7 +160,7 @@ class Training:
         """fp64 [2, 2]: sum of the samples' losses, and their number; of the current epoch, and since the last tick."""
         self.moments = GradientMoments(self.layers, self.optimizer.watched, beta=config.precision.beta, buckets=buckets)
         self.faults: list[Fault] = []
-        """How steps are compiled, what makes them slower than requested, and what the loop leaves unchanged."""
+        """Faults found while building the steps: how they are compiled, slower fallbacks, layers left unadapted."""
         self._stepper: StepInBackward | None = None
         self.steps = self._build_steps(waits, buckets)
         useless = useless_precisions(self.device.type, is_compiled=self.steps.step.is_compiled)
@@ -189,7 +189,7 @@ class Training:
             yield
 
     def remove(self) -> None:
-        """Restores the model's own forward functions and frees the graphs' memory; tries all even if a part fails."""
+        """Restores the model's own forward functions and frees the graphs' memory; tries each even if one fails."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.sampler.close)
             stack.callback(self.pool.release)
