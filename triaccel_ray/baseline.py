@@ -1,4 +1,4 @@
-"""What the control loop is compared with: FP32, and automatic mixed precision as PyTorch's tutorial writes it."""
+"""Baselines for the control loop: FP32, and automatic mixed precision (AMP) as in PyTorch's tutorial."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Baseline = Literal["fp32", "amp"]
 
 
 class BaselineLoop(EpochLoop):
-    """Trains `model` at one batch size, in FP32 or under `torch.autocast`; nothing adapts.
+    """Trains a model at a fixed batch size, in FP32 or under `torch.autocast`, without adaptation.
 
-    AMP on a GPU is FP16 with `torch.amp.GradScaler`, as the tutorial has it, or BF16 without one; on a CPU always BF16.
+    AMP on a GPU is FP16 with `torch.amp.GradScaler`, as in the tutorial, or BF16 without one. On a CPU it is BF16.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class BaselineLoop(EpochLoop):
     ) -> None:
         """Takes the arguments of `ControlLoop`, with the method and batch size instead of thresholds.
 
-        `amp` is what AMP computes in on a GPU, `accumulate` the parts in which a batch passes, `clip_norm` the global
-        norm to which larger gradients are scaled down.
+        `amp` is AMP's precision on a GPU, `accumulate` the number of micro-batches per batch, and `clip_norm` the
+        global norm to which larger gradients are scaled down.
 
         Raises:
-            ValueError: the model has no layer, or the budget leaves nothing to compute with.
+            ValueError: the model has no layer, or the budget leaves no memory for a batch.
         """
         layers = find_layers(model)
         self.device = next(model.parameters()).device
@@ -66,18 +66,18 @@ class BaselineLoop(EpochLoop):
         self._clip_norm = clip_norm
         precision = {layer.name: self._level for layer in layers}
         self.plan = Plan(batch_size=batch_size, num_micro_batches=accumulate, precision=precision)
-        """The plan in force, for reports: constant."""
+        """The plan, which never changes; for reports."""
         self._epoch = EpochProgress(self.device)
         self.num_steps = 0
         """Optimizer steps done."""
 
     @property
     def num_skipped(self) -> int | None:
-        """Steps skipped for an overflow: None where the scaler skips, for it never says how often."""
+        """Number of steps skipped for an overflow: None with a gradient scaler, which does not report it; else 0."""
         return None if self._scaler.is_enabled() else 0
 
     def step(self) -> None:
-        """Makes one step, as the tutorial does."""
+        """Performs one optimizer step, as the tutorial does."""
         epoch = self.sampler.position
         if self.sampler.at_epoch_start:
             self._epoch.begin()
@@ -108,14 +108,14 @@ class BaselineLoop(EpochLoop):
         self._epoch.num_steps += 1
         mean = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         added = torch.stack([mean, torch.ones_like(mean)]) * len(indices)
-        if self._scaler.is_enabled():  # it skips a step whose loss is no number, and one such step says little
+        if self._scaler.is_enabled():  # it skips steps whose loss is not finite, which must not spoil the epoch's mean
             added = torch.where(mean.isfinite(), added, 0.0)
         self._epoch.loss += added
 
     def evaluate(self, data: Any, metrics: Metrics | None = None, *, is_last: bool = False) -> Evaluation:
         """Returns mean loss and metrics on `data`, computed in FP32 and eval mode, each sample drawn once.
 
-        In batches of the size that trains, so that judging never takes more memory than training, last or not.
+        Uses the training batch size, so that evaluation never takes more memory than training. `is_last` has no effect.
         """
         return evaluate(
             self.model,
@@ -129,7 +129,7 @@ class BaselineLoop(EpochLoop):
         )
 
     def close(self) -> None:
-        """Ends what reads the data ahead; the model was never changed."""
+        """Stops prefetching; the model has not been modified."""
         self.sampler.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class BaselineLoop(EpochLoop):
         return {**super().state_dict(), "counters": [self.num_steps, self._epoch.num_steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from where `state_dict` was taken."""
+        """Restores the state that `state_dict` returned."""
         super().load_state_dict(state)
         self.num_steps, self._epoch.num_steps = state["counters"]
 

@@ -1,6 +1,7 @@
-"""Every knob of the control loop: declared once, with its default, its range and what it does, checked on construction.
+"""All settings of the control loop as dataclasses; each field declares its default, its range and its meaning.
 
-The command line, its reference, files of settings and MLflow's parameters are made from these fields.
+Construction checks the values. Command-line options, their reference, settings files and MLflow parameters are
+generated from these fields.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from triaccel_ray.records.plan import Precision
 T = TypeVar("T")
 
 MINIMUM_LOSS_SCALE = 1.0
-"""Below it a gradient would be made smaller, against overflow in the backward pass alone."""
+"""Smallest loss scale: one below 1 would shrink gradients, which avoids overflow in the backward pass only."""
 
 CurvatureMethod = Literal["fisher", "ggn", "hessian"]
 LrRule = Literal["none", "sqrt", "linear", "adascale"]
 AmpPrecision = Literal["fp16", "bf16"]
-"""What automatic mixed precision, a baseline, computes in on a GPU: FP16 under a gradient scaler, or BF16 without."""
+"""Precision of the AMP baseline on a GPU: FP16 with a gradient scaler, or BF16 without one."""
 Compile = Literal["auto", "on", "off"]
 Weights = Literal["fp32", "split"]
 OptimizerState = Literal["fp32", "8bit"]
 DataPlace = Literal["device", "host"]
-"""Where samples that are held whole in tensors lie while a GPU trains on them."""
+"""Where training samples given as tensors are stored while a GPU trains on them."""
 
 
 def require(condition: bool, name: str, value: Any, rule: str) -> None:
@@ -40,21 +41,21 @@ def knob(default: T, bounds: str = "", *, option: str = "", unit: str = "") -> T
     """Returns a dataclass field that `check_fields` checks and the command line offers.
 
     Args:
-        default: its value where none is given.
-        bounds: the interval of a number, as mathematics writes it: `[0, 1)`, `(0, inf]`.
-        option: its name on the command line, with underscores, where that is not the field's.
-        unit: `bytes` of an amount of memory, which may be given as `2GiB`; `folder` of a path.
+        default: default value of the field.
+        bounds: interval of a number in mathematical notation: `[0, 1)`, `(0, inf]`.
+        option: name on the command line, with underscores, if it differs from the field's name.
+        unit: `bytes` for an amount of memory, which may be given as `2GiB`; `folder` for a path.
     """
     made: T = field(default=default, metadata={"bounds": bounds, "option": option, "unit": unit})
     return made
 
 
 def check_fields(config: Any) -> None:
-    """Returns if every field of the dataclass has its type, lies in its bounds, or is one of its words.
+    """Checks that every field of the dataclass has its declared type and an allowed value.
 
     Raises:
-        ValueError: one does not; the message names it as the code and the command line do, its value, and the rule.
-        TypeError: a group of settings is not of its class.
+        ValueError: a field fails; the message has its name in code and on the command line, its value, and the rule.
+        TypeError: a group of settings is not an instance of its class.
     """
     kinds = get_type_hints(type(config))
     for each in fields(config):
@@ -71,7 +72,7 @@ def check_fields(config: Any) -> None:
 
 
 def check_field(name: str, value: Any, kind: Any, bounds: str = "") -> None:
-    """Raises ValueError, which calls it `name`, unless `value` is of the type `kind` and within `bounds`."""
+    """Raises ValueError, with `name` in its message, unless `value` has the type `kind` and lies within `bounds`."""
     if kind is bool:
         require(isinstance(value, bool), name, value, "must be True or False")
     elif get_origin(kind) is Literal:
@@ -105,10 +106,10 @@ def _number_rule(kind: type, bounds: str) -> str:
 
 
 def require_instance(name: str, value: T, kind: type[T]) -> T:
-    """Returns `value` if it is a `kind`.
+    """Returns `value` if it is an instance of `kind`.
 
     Raises:
-        TypeError: it is something else; the message shows how a mapping is given instead.
+        TypeError: it is not; for a dict, the message shows how to build a `kind` from it.
     """
     if not isinstance(value, kind):
         way_out = f"; write {kind.__name__}(**{name})" if isinstance(value, dict) else ""
@@ -122,7 +123,7 @@ def _require_ascending(low_name: str, low: float, high_name: str, high: float, w
 
 
 class _Checked:
-    """A dataclass whose fields are checked when it is made."""
+    """Base class of dataclasses whose fields are checked on construction."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -133,28 +134,28 @@ class PrecisionConfig(_Checked):
     """Rules 1 and 2: which precision each layer computes in (Tri-Accel, section 3.1)."""
 
     enabled: bool = knob(True, option="adapt_precision")
-    """Whether precision adapts. If not, every layer stays at the first, except when FP16 overflows for good."""
+    """Whether precision adapts. If not, layers keep the initial one, unless FP16 overflows at any loss scale."""
     initial: Precision = knob(Precision.BF16, option="precision")
-    """Precision before any statistic exists, and of every layer where precision does not adapt."""
+    """Precision of all layers before statistics exist, and throughout if precision does not adapt."""
     initial_layers: Mapping[str, Precision] = field(default_factory=dict)
-    """Precision of single layers before any statistic, in place of that of all."""
+    """Initial precision of single layers, by name; overrides the common one."""
     tau_low: float = knob(1e-7, "[0, inf)")
     """Gradient variance below which a layer computes in FP16."""
     tau_high: float = knob(math.inf, "[0, inf]")
-    """Gradient variance from which a layer computes in FP32; > tau_low. Infinite: none does for its variance. FP32
-    takes time and memory, and was worth neither where we looked; a search on your own task may find otherwise."""
+    """Gradient variance from which on a layer computes in FP32; > tau_low. Infinite: no layer does for its variance.
+    FP32 costs time and memory, and was worth neither in our tests; a search on your own task may find otherwise."""
     allow_slow_precisions: bool = False
-    """Whether layers may compute in a precision that gains nothing: one that the device merely emulates (FP16 on most
-    CPUs, at a tenth of FP32's speed), or FP16 where compiled code is as fast in BF16."""
+    """Whether layers may use a precision that brings no speedup: one that the device only emulates (FP16 on most CPUs,
+    at a tenth of FP32's speed), or FP16 in compiled code that is as fast in BF16."""
     beta: float = knob(0.9, "[0, 1)")
-    """Smoothing of the variance. The paper gives none; 0.9 averages over about 10 steps, well inside one
-    control interval, so that a tick sees the interval it ends and not the ones before."""
+    """Weight of the past in the moving average of the gradient variance. The paper gives no value. 0.9 averages over
+    about 10 steps, well inside one control interval, so that a tick sees only the interval that it ends."""
     dwell_ticks: int = knob(2, "[0, inf)", option="precision_dwell_ticks")
-    """Ticks a layer keeps a precision at least, unless curvature moves it."""
+    """Minimum number of ticks for which a layer keeps a precision, unless curvature changes it."""
     patience_ticks: int = knob(2, "[1, inf)")
     """Consecutive ticks that must ask for a lower precision before a layer is demoted. Promotion needs one."""
     overflow_bar_ticks: int = knob(20, "[1, inf)")
-    """Ticks for which a layer stays out of FP16 after most steps of an interval overflowed at the least loss scale."""
+    """Ticks for which FP16 is barred after most steps of an interval overflowed at the smallest loss scale."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,21 +172,21 @@ class CurvatureConfig(_Checked):
     enabled: bool = knob(True, option="adapt_curvature")
     """Whether curvature is measured. If not, every lr scale is 1 and nothing is promoted."""
     method: CurvatureMethod = knob("fisher", option="curvature")
-    """`fisher` (one column a sample), `ggn` (one a sample and class) or `hessian` (the paper's power iteration)."""
+    """`fisher` (a column per sample), `ggn` (one per sample and class) or `hessian` (the paper's power iteration)."""
     top_k: int = knob(5, "[1, inf)")
-    """Eigenvalues per layer, k."""
+    """Number of eigenvalues per layer, k."""
     every_steps: int = knob(200, "[1, inf)", option="t_curv")
     """T_curv: optimizer steps between measurements."""
     num_samples: int = knob(32, "[2, inf)", option="b_curv")
     """b_curv: training samples a measurement uses."""
     alpha: float = knob(0.02, "[0, inf)")
-    """Strength of the lr scaling; 0 switches it off. The paper gives none; with eigenvalues of 5 to 50 after a
-    few epochs, 0.02 halves the rate of the steepest layers and leaves the flat ones alone."""
+    """Strength of the lr scaling; 0 switches it off. The paper gives no value. With eigenvalues of 5 to 50 after a few
+    epochs, 0.02 halves the learning rate of the steepest layers and hardly changes that of flat ones."""
     tau_curv: float = knob(math.inf, "(0, inf]")
-    """Largest eigenvalue above which a layer is held one precision higher; infinite: never."""
+    """A layer whose largest eigenvalue exceeds this value is held one precision higher; infinite: never."""
     smoothing: float = knob(0.5, "[0, 1)", option="curvature_smoothing")
-    """Weight of the past in the moving average over measurements: sampling noise between batches of 32 is
-    larger than the error of the cheap estimates. 0: each measurement acts as it is, the first one, too."""
+    """Weight of the past in the moving average over measurements, whose sampling noise between batches of 32 exceeds
+    the error of the cheap estimates. 0: no smoothing; each measurement takes effect, including the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,18 +194,17 @@ class BatchConfig(_Checked):
     """Rule 6: the elastic batch size and the learning rate that follows it (Tri-Accel, section 3.3)."""
 
     enabled: bool = knob(True, option="adapt_batch")
-    """Whether the batch size adapts. If not, it stays at the first, except while it does not fit."""
+    """Whether the batch size adapts. If not, it stays at the initial one, except while that does not fit in memory."""
     start: int = knob(96, "[1, inf)", option="batch_size")
-    """Batch size of the first step; the learning rate is meant for it."""
+    """Initial batch size, for which the learning rate is given."""
     minimum: int = knob(32, "[1, inf)", option="batch_min")
     """Smallest batch size."""
     maximum: int = knob(512, "[1, inf)", option="batch_max")
     """Largest batch size."""
     accumulate: int = knob(1, "[1, inf)")
-    """Parts in which each batch passes through the model, their gradients added up. A batch that does not fit
-    passes in more."""
+    """Micro-batches per batch (gradient accumulation). A batch that does not fit in memory is split into more."""
     granularity: int = knob(32, "[1, inf)")
-    """Step between batch sizes. Few sizes mean few captured graphs and tuned kernels."""
+    """Difference between neighboring batch sizes. Fewer sizes mean fewer captured graphs and tuned kernels."""
     step_up: int = knob(32, "[1, inf)")
     """Samples added when memory use is below rho_low; a multiple of `granularity`."""
     step_down: int = knob(64, "[1, inf)")
@@ -214,29 +214,29 @@ class BatchConfig(_Checked):
     rho_high: float = knob(0.90, "[0, 1]")
     """Share of the memory limit above which the batch shrinks; in (rho_low, 1]."""
     dwell_ticks: int = knob(1, "[0, inf)", option="batch_dwell_ticks")
-    """Ticks a batch size is kept before it grows again. Shrinking never waits."""
+    """Minimum number of ticks for which a batch size is kept before it grows. Shrinking never waits."""
     oom_cooldown_ticks: int = knob(20, "[1, inf)")
     """Ticks for which a size that ran out of memory stays excluded."""
     lr_rule: LrRule = "sqrt"
-    """How the lr follows the batch size B from B_0, the first: not at all, sqrt(B/B_0), B/B_0, or AdaScale's gain."""
+    """Factor on the lr at batch size B, relative to the initial B_0: 1, sqrt(B/B_0), B/B_0, or AdaScale's gain."""
     bound_by_noise_scale: bool = knob(False, option="noise_bound")
-    """Whether the batch also stops growing at `noise_share` of the gradient noise scale tr(Cov)/|g|^2 (McCandlish et
-    al. 2018), which rises as training goes on. The batch does not grow before measurements have half of the moving
-    average's weight: with smoothing 0.8, four."""
+    """Whether the batch also stops growing at `noise_share` times the gradient noise scale tr(Cov)/|g|^2 (McCandlish
+    et al. 2018), which rises during training. The batch does not grow until measurements have half of the moving
+    average's weight: four measurements at smoothing 0.8."""
     noise_share: float = knob(1.0, "(0, inf)")
-    """B / B_noise up to which the batch may grow. Steps of batch B need 1 + B / B_noise times the samples that the
-    smallest batch needs to get as far (ibid., section 2)."""
+    """Largest batch size B, as a multiple of the noise scale B_noise. Training at batch size B takes 1 + B / B_noise
+    times the samples that the smallest batch takes for the same progress (ibid., section 2)."""
     noise_smoothing: float = knob(0.8, "[0, 1)")
-    """Weight of the past in the moving average of |g|^2 / tr(Cov), in [0, 1): from 32 samples, one estimate of |g|^2 in
-    four lay below zero (ResNet-18 on CIFAR-10, 62 measurements of two runs)."""
+    """Weight of the past in the moving average of |g|^2 / tr(Cov), in [0, 1). Single estimates are noisy: from 32
+    samples, one of |g|^2 in four was negative (ResNet-18 on CIFAR-10, 62 measurements of two runs)."""
 
     def around(self, size: int, *, accumulate: int = 1) -> Self:
-        """Returns the same with `size` as the first batch, on a ladder from half of it to eight times as much.
+        """Returns a copy with `size` as the initial batch size, and sizes from about half to eight times that.
 
-        The smallest batch holds two samples, or one for each of `accumulate` parts.
+        The smallest size is `size` itself if half of it would be below 2, or below `accumulate`.
 
         Raises:
-            ValueError: `size` is no whole number of at least 1, or smaller than `accumulate`.
+            ValueError: `size` is not an integer of at least 1, or is smaller than `accumulate`.
         """
         check_field("batch start", size, int, "[1, inf)")
         half = -(-size // 2)
@@ -270,66 +270,66 @@ class BatchConfig(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig(_Checked):
-    """The one dynamic loss scale, in use while any layer computes in FP16 (Micikevicius et al. 2018)."""
+    """The dynamic loss scale of all layers, in use while any of them computes in FP16 (Micikevicius et al. 2018)."""
 
     initial: float = knob(2.0**16, "[1, 16777216]", option="loss_scale")
-    """Scale of the first step; a power of two costs no rounding."""
+    """Initial scale; a power of two adds no rounding error."""
     growth_interval: int = knob(2000, "[1, inf)", option="loss_scale_growth_interval")
-    """Finite steps in a row after which the scale doubles; it halves at every overflow."""
+    """Consecutive finite steps after which the scale doubles; it halves at every overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig(_Checked):
-    """How steps are run on a GPU; what they compute does not depend on it, up to rounding."""
+    """How steps are executed on a GPU. Apart from rounding, results do not depend on it."""
 
     capture: bool = True
-    """Whether steps are captured as CUDA graphs. Python code in the model and the loss then runs at captures only:
-    switch it off for a model whose forward pass depends on Python state that changes."""
+    """Whether steps are captured as CUDA graphs. Python code of the model and the loss then runs only during capture:
+    switch this off for a model whose forward pass depends on changing Python state."""
     compile: Compile = "auto"
-    """`auto`: on a GPU `torch.compile` compiles a model without fused norms: its repeated blocks, or the whole of it.
-    `on`: the whole of any model, in place of fused norms, on a CPU, too. `off`: none."""
+    """When to use `torch.compile`. `auto`: on a GPU, for a model without fused norms: its repeated blocks, or all of
+    it. `on`: for the whole of any model, on a CPU, too, instead of fused norms. `off`: never."""
     fuse: bool = True
-    """Whether batch normalisation with sum and activation becomes one kernel, squeeze-and-excitation's gate another,
-    and depthwise convolutions run Triton kernels."""
+    """Whether batch normalization, residual sum and activation run as one kernel, the gate of squeeze-and-excitation as
+    another, and depthwise convolutions as Triton kernels."""
     recompute: bool = True
-    """Whether a convolution that alone reads such a kernel's output has it computed again in the backward pass, where
-    keeping it would take memory. Without effect where nothing is fused."""
+    """Whether a fused kernel's output that only one convolution reads is recomputed in the backward pass, if storing it
+    would take memory. No effect if nothing is fused."""
     activation_checkpointing: bool = False
-    """Whether blocks of the model keep their inputs alone and are computed again in the backward pass: less memory for
-    longer steps. Captured steps leave out blocks that draw random numbers, dropout's for example."""
+    """Whether blocks of the model store only their inputs and are recomputed in the backward pass: less memory, longer
+    steps. Captured steps do not checkpoint blocks that draw random numbers, such as dropout."""
     autotune: bool = False
-    """Whether cuDNN times its algorithms for every new batch size and precision: 1 to 4 seconds each, for steps that
-    are 2 to 7% faster. Pays in runs of minutes at one batch size."""
+    """Whether cuDNN benchmarks its algorithms for every new batch size and precision. This takes 1 to 4 seconds each
+    and makes steps 2 to 7% faster. It pays off in runs of minutes at one batch size."""
     data_on: DataPlace = "device"
-    """`device`: training samples held in tensors lie on the device. `host`: in pinned memory of the host, out of which
-    a GPU reads each batch ("zero-copy"): less memory of the device, and for small samples hardly more time."""
+    """Where training samples given as tensors are stored: on the `device`, or in pinned memory of the `host`, from
+    which a GPU reads each batch (zero-copy). `host` saves device memory, at hardly more time for small samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControlConfig(_Checked):
-    """The whole control loop: its rules' thresholds and its clock (Tri-Accel, section 3.4)."""
+    """Settings of the whole control loop: the thresholds of its rules and its intervals (Tri-Accel, section 3.4)."""
 
     every_steps: int = knob(50, "[1, inf)", option="t_ctrl")
     """T_ctrl: optimizer steps between ticks."""
     revert_slowdowns: bool = True
-    """Whether a lower precision, or a larger batch, is undone where steps then take over 25 % longer per sample. Time
-    differs from run to run: without this rule two equal runs on a CPU decide alike."""
+    """Whether a lower precision or a larger batch is undone if steps then take over 25 % longer per sample. Timings
+    vary between runs: without this rule, two equal runs on a CPU make the same decisions."""
     max_overhead: float = knob(0.02, "(0, 1]")
-    """Share of the training time that control may take on a GPU: a measurement of curvature, or a lower
-    precision, waits until what they have taken so far is within it. Without effect where `revert_slowdowns` is off."""
+    """Share of the training time that adaptation may take on a GPU. Curvature measurements and lower precisions wait
+    until the time spent on them so far is within it. No effect if `revert_slowdowns` is off."""
     clip_norm: float | None = knob(None, "(0, inf]")
-    """Global L2 norm to which larger gradients are scaled down. None: no bound."""
+    """Maximum global L2 norm of gradients; larger ones are scaled down to it. None: no clipping."""
     max_skipped_steps: int = knob(50, "[1, inf)")
-    """Steps in a row with a NaN or infinite gradient after which training ends. Such steps are never made."""
+    """Consecutive steps with a NaN or infinite gradient after which training ends. Such steps are always skipped."""
     weights: Weights = "fp32"
-    """How weights of layers that compute in BF16 are kept. `split`: as the BF16 word that computes and the 16 bits that
-    complete the FP32 number, exactly; their gradients are BF16, half as large. SGD, Adam and AdamW."""
+    """How weights of layers in BF16 are stored. `split`: as the BF16 number used to compute and the 16 bits that
+    complete the exact FP32 number; their gradients are BF16, half as large. For SGD, Adam and AdamW."""
     optimizer_state: OptimizerState = "fp32"
-    """How the momentum of SGD and the moments of Adam and AdamW are kept. `8bit`: as companded codes of 8 bits with a
-    scale for each 64 of them, a quarter of the memory; not exact. Of parameters of at least 4096 elements."""
+    """How the momentum of SGD and the moments of Adam and AdamW are stored. `8bit`: as companded 8-bit codes with one
+    scale per 64 of them, in a quarter of the memory; not exact. Only for parameters of at least 4096 elements."""
     step_in_backward: bool = False
-    """Whether SGD, Adam or AdamW steps a parameter as soon as its gradient exists, which is then freed. Gradients are
-    clipped by the norm of the step before; parameters stepped before a NaN appears keep their step."""
+    """Whether SGD, Adam or AdamW updates parameters as soon as their gradients exist, and then frees the gradients.
+    These are clipped by the norm of the previous step; parameters updated before a NaN appears keep their update."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

@@ -1,4 +1,4 @@
-"""The control loop: an ordinary model, optimizer and data source trained under one policy (Tri-Accel, section 3.4)."""
+"""The control loop, which adapts precision, learning rate and batch size during training (Tri-Accel, section 3.4)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from triaccel_ray.records.signals import Observation
 
 
 class NonFiniteGradientsError(RuntimeError):
-    """The training has diverged: no step was made for a while."""
+    """Training has diverged: too many consecutive steps had NaN or infinite gradients (`max_skipped_steps`)."""
 
 
 class ControlLoop(EpochLoop):
-    """Trains `model` and adapts precision, learning rate and batch size as it goes."""
+    """Trains a model while adapting its precision, learning rate and batch size."""
 
     def __init__(
         self,
@@ -49,30 +49,30 @@ class ControlLoop(EpochLoop):
         seed: int = 0,
         on_tick: Callable[[Tick], None] | None = None,
     ) -> None:
-        """Takes over the training of `model` on the device where its parameters are.
+        """Prepares the training of `model` on the device of its parameters.
 
         Args:
             model: any module; its layers are found by `find_layers`.
-            optimizer: any PyTorch optimizer over the model's parameters that needs no closure. Fused ones skip an
-                overflow without asking the host.
+            optimizer: any PyTorch optimizer over the model's parameters that needs no closure. Fused ones skip
+                overflows without a host synchronization.
             loss: maps (outputs, targets) to the mean loss; outputs arrive in FP32.
-            data: the training samples: an (inputs, targets) pair of tensors or arrays, a data set, map-style or
-                iterable, a `DataLoader`, or a `DataSource`.
-            config: thresholds and intervals; the defaults when None, with a `DataLoader`'s batch size as the first.
-            schedule: function of the epochs trained, fractional, that returns a factor on the learning rates; or a
-                scheduler of PyTorch's for this optimizer, which the loop advances by samples, an epoch's steps at
-                `batch.start` each epoch. One that you step yourself, once an epoch, works as well.
-            memory_budget: bytes this process may hold on the device; the whole device when None.
-            memory_headroom: bytes on top of what the process holds before its first batch; a budget is a bound on it.
-            seed: of the order of the samples, the augmentation and the curvature's samples.
-            on_tick: called with each tick, in order, each once; `EventLog.append` keeps them, after a start record
-                with the configuration if the log is empty: `triaccel report` and `triaccel replay` read it. `close`
-                writes its last record.
+            data: the training samples: an (inputs, targets) pair of tensors or arrays, a map-style or iterable data
+                set, a `DataLoader`, or a `DataSource`.
+            config: thresholds and intervals. None: the defaults, with a `DataLoader`'s batch size as the initial one.
+            schedule: function of the epochs trained (fractional) that returns a factor on the learning rates; or a
+                PyTorch scheduler of this optimizer. The loop steps a scheduler as if all batches had `batch.start`
+                samples. A scheduler that you step yourself, once per epoch, also works.
+            memory_budget: bytes this process may hold on the device; None: the whole device.
+            memory_headroom: bytes beyond what the process holds before its first batch; a budget bounds the total.
+            seed: seed of the sample order, the augmentation and the samples for curvature.
+            on_tick: called once with each tick, in order. With `EventLog.append`, the ticks go to an event log for
+                `triaccel report` and `triaccel replay`. The loop begins an empty log with a start record that holds
+                the configuration, and `close` writes the last record.
 
         Raises:
-            TypeError: an argument is of the wrong kind.
+            TypeError: an argument has the wrong type.
             ValueError: the model has no layer, the loop cannot train it (`require_trainable`), two samples cannot pass
-                through model and loss (`require_working`), or the budget leaves nothing to compute with.
+                through model and loss (`require_working`), or the budget leaves no memory for a batch.
         """
         self.config = default_config(data) if config is None else require_instance("config", config, ControlConfig)
         self._schedule = SampleSchedule(schedule, optimizer, batch_size=self.config.batch.start)
@@ -82,7 +82,7 @@ class ControlLoop(EpochLoop):
         self.model, self.device, self.sampler = model, training.device, training.sampler
         self.optimizer, self.loss_scale, self.memory = training.optimizer, training.loss_scale, training.memory
         self.num_steps = self.num_ticks = 0
-        """Optimizer steps done, skipped ones included, and ticks."""
+        """Optimizer steps done, including skipped ones, and ticks done."""
         try:
             self._epoch, self.timer = EpochProgress(self.device, training.loss_sums[0]), StepTimer(self.device)
             self.sensors = Sensors(training.supported, training.moments, self.memory, self.timer, training.loss_sums[1])
@@ -104,14 +104,14 @@ class ControlLoop(EpochLoop):
 
     @property
     def num_skipped(self) -> int:
-        """Steps skipped for a NaN or infinite gradient so far; waits for the device."""
+        """Number of steps skipped so far for a NaN or infinite gradient; waits for the device."""
         return int(self.loss_scale.num_skipped.item())
 
     def step(self) -> None:
-        """Makes one optimizer step, and the tick and the curvature measurement that fall due after it.
+        """Performs one optimizer step, then the tick and the curvature measurement if they are due.
 
-        On a GPU a tick decides once the next three steps are under way, so that the device need not wait: what it
-        decides holds from the step after these, or from the next epoch's first.
+        On a GPU, a tick decides after three more steps have been launched, so that the device does not wait. Its
+        decision takes effect with the step after these, or with the next epoch's first step if that comes sooner.
         """
         self._train()
         self.num_steps += 1
@@ -129,9 +129,9 @@ class ControlLoop(EpochLoop):
                 self._decide()
 
     def tick(self) -> Tick:
-        """Measures, decides, applies, records; returns the record.
+        """Runs a tick now: measures, decides and applies the decision. Returns the tick's record.
 
-        On a GPU the record is written a few steps later, or at the end of the epoch: the device has work by then.
+        On a GPU, the record is written a few steps later, or at the end of the epoch: the device has work by then.
         """
         self._decide()
         self._observe()
@@ -140,7 +140,7 @@ class ControlLoop(EpochLoop):
         return tick
 
     def _train(self) -> None:
-        """Makes one optimizer step under the plan in force."""
+        """Performs one optimizer step under the current plan."""
         plan, timer, precision = self.plan, self.timer, self._training.precision
         if self.sampler.at_epoch_start:
             self._epoch.begin()
@@ -161,15 +161,15 @@ class ControlLoop(EpochLoop):
         self._epoch.num_steps += 1
 
     def _observe(self) -> None:
-        """Begins to read what the next decision rests on."""
+        """Starts reading the observation for the next decision."""
         scale = self.loss_scale.read(self._training.precision.needs_loss_scale)
         step, tick, epoch = self.num_steps, self.num_ticks, self.sampler.position
         self._pending.observing(self.sensors.read(self.plan, scale, step=step, tick=tick, epoch=epoch), step=step)
 
     def _decide(self) -> Tick | None:
-        """Decides on what was last observed, applies and records that; None if it has been done.
+        """Decides on the last observation, applies the decision and returns the tick; None if that is already done.
 
-        What was survived since counts too: a batch that did not fit meanwhile is no reason to grow it now.
+        Faults since the observation count, too: a batch that did not fit meanwhile must not grow now.
         """
         seen = self._pending.take_observation()
         if seen is None:
@@ -187,7 +187,7 @@ class ControlLoop(EpochLoop):
         return tick
 
     def _require_finite(self, observation: Observation) -> None:
-        """Ends a training whose gradients are no longer finite. FP16 may overflow: it is left to the loss scale."""
+        """Raises an error if gradients stay NaN or infinite, except in FP16, whose overflows the loss scale handles."""
         most, num_skipped = self.config.max_skipped_steps, observation.num_skipped_in_row
         if num_skipped >= most and Precision.FP16 not in observation.plan.precision.values():
             raise NonFiniteGradientsError(
@@ -197,7 +197,7 @@ class ControlLoop(EpochLoop):
             )
 
     def train_epoch(self) -> EpochStats:
-        """Makes the steps that are left of the present epoch and returns what they amount to."""
+        """Trains for the rest of the current epoch and returns the epoch's statistics."""
         stats = super().train_epoch()
         self._pending.record()
         return stats
@@ -205,10 +205,10 @@ class ControlLoop(EpochLoop):
     def evaluate(self, data: Any, metrics: Metrics | None = None, *, is_last: bool = False) -> Evaluation:
         """Returns mean loss and metrics on `data`, computed in FP32 and eval mode, each sample drawn once.
 
-        Without `metrics` a classifier is judged by its accuracy, any other model by its loss alone.
+        Without `metrics`, a classifier is judged by its accuracy, any other model by its loss alone.
 
-        In batches of the size that trains, on a GPU in parts of it (`evaluation_batch_size`). `is_last` says that no
-        step follows: the captured graphs then give back their memory first.
+        Batches have the training batch size, on a GPU a fraction of it (`evaluation_batch_size`). `is_last` says that
+        no training step follows: the captured graphs are released first to free their memory.
         """
         if is_last:
             self._training.pool.release()
@@ -230,19 +230,19 @@ class ControlLoop(EpochLoop):
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Returns a context inside which the model computes in FP32, as its own code has it, for judging it."""
+        """Returns a context in which the model computes in FP32 with its own forward code, to evaluate it."""
         with self._training.suspended():
             try:
                 yield
             finally:
                 self.timer.interrupt()
-                if self.device.type == "cuda":  # a CPU would map the same pages anew in the next step
-                    self.memory.trim()  # else what evaluation leaves would stand beside the graphs
+                if self.device.type == "cuda":  # a CPU would map the same pages again in the next step
+                    self.memory.trim()  # or memory cached by evaluation would add to that of the graphs
 
     def close(self) -> None:
-        """Makes and records the decision that is due, and gives the model its own forward functions back.
+        """Makes and records a pending decision, and restores the model's own forward functions.
 
-        All of it is tried, whatever becomes of the rest: after an error of the device, reading from it raises again.
+        Each part is attempted even if another fails: after a device error, reading from the device raises again.
         """
         with contextlib.ExitStack() as stack:
             stack.callback(self._training.remove)
@@ -260,7 +260,7 @@ class ControlLoop(EpochLoop):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from where `state_dict` was taken.
+        """Restores the state that `state_dict` returned.
 
         Raises:
             ValueError, RuntimeError: the state belongs to another model or data set.
@@ -273,7 +273,7 @@ class ControlLoop(EpochLoop):
 
     def _parts(self) -> dict[str, Any]:
         return {
-            "sampler": self.sampler,  # first, because it refuses another data set
+            "sampler": self.sampler,  # first, because it rejects the state of another data set
             "model": self.model,
             "optimizer": self.optimizer.optimizer,
             "schedule": self._schedule,

@@ -1,4 +1,4 @@
-"""When curvature is measured beside the training, on which samples, and what becomes of a measurement that fails."""
+"""Schedules curvature measurements during training, draws their samples, and handles their failures."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from triaccel_ray.records.plan import Fault, FaultKind
 
 
 class ScheduledCurvature:
-    """Measures curvature between steps, on plain training samples, for the next tick to read.
+    """Measures curvature between steps, on training samples without augmentation, for the next tick to read.
 
-    Curvature only steers: where it cannot be measured, training goes on without it and a fault says why.
+    Training does not depend on curvature: if it cannot be measured, training continues and a fault has the reason.
     """
 
     def __init__(self, training: Training, sensors: Sensors, config: ControlConfig, *, seed: int) -> None:
-        """Measures nothing yet; `seed` is that of the samples."""
+        """Measures nothing yet; `seed` determines the samples."""
         self._training, self._sensors, self._config = training, sensors, config.curvature
         self._sampler, self._device = training.sampler, training.device
         self.meter = CurvatureMeter(
@@ -36,28 +36,28 @@ class ScheduledCurvature:
         )
         self._samples = torch.Generator().manual_seed(seed)
         self._reported: set[str] = set()
-        # The noise scale is what the batch may wait for; on a CPU equal runs are to do equal work.
+        # No share if the batch may be waiting for the noise scale, nor on a CPU, where equal runs must do equal work.
         needs_noise = config.batch.bound_by_noise_scale or config.batch.lr_rule == "adascale"
         is_shared = config.revert_slowdowns and not needs_noise and self._device.type == "cuda"
         self._share = TimeShare(self._device, config.max_overhead if is_shared else None)
 
     def is_due(self, step: int) -> bool:
-        """Whether a measurement follows the step."""
+        """Returns whether a measurement is due after this step."""
         return self._config.enabled and step % self._config.every_steps == 0
 
     def dry_run(self) -> None:
-        """Measures curvature on two samples, so that what cannot be measured is off from the first step on."""
+        """Measures curvature on two samples, and switches it off before the first step if that fails."""
         if not self._config.enabled:
             return
         indices = self._sampler.source.probe(2)
-        self._training.memory.refresh_peaks()  # which are looked at from here on
+        self._training.memory.refresh_peaks()  # the dry run resets the allocator's peaks
         with self._share.timed(counts=False), self._training.suspended():
             self.meter.dry_run(*self._samples_at(indices))
         self._training.memory.trim()
         self._report(0)
 
     def measure(self, step: int) -> None:
-        """Measures every layer's largest eigenvalues, or records why not."""
+        """Measures the largest eigenvalues of every layer, or records why it does not."""
         self._sensors.timer.interrupt()
         if self.meter.off_because or self._waits(step):
             return
@@ -83,7 +83,7 @@ class ScheduledCurvature:
                 )
                 self._sensors.record_faults([fault])
             elif batch is None:
-                raise  # the data set's own
+                raise  # an error of the data set
             else:
                 self.meter.switch_off(error)
                 self._report(step)
@@ -95,7 +95,7 @@ class ScheduledCurvature:
         self._training.make_room()
 
     def _waits(self, step: int) -> bool:
-        """Returns whether another measurement would take more than its share of the time; records that once."""
+        """Returns whether another measurement would exceed its share of the training time; records that once."""
         seconds = self._share.seconds_to_wait
         if seconds:
             text = f"measuring would exceed its share of the time for another {seconds:.3g} s"
@@ -103,7 +103,7 @@ class ScheduledCurvature:
         return seconds > 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs to measure the same."""
+        """Returns the state that lets a resumed run measure the same."""
         return {"meter": self.meter.state_dict(), "samples": self._samples.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ class ScheduledCurvature:
         return self._sampler.source.batch(self._sampler.placed(indices), None)
 
     def _report(self, step: int) -> None:
-        """Records, each once and with its reason, that curvature is off or slower than it might be."""
+        """Records that curvature is off, or slower than it could be, with the reason; each of these only once."""
         if self.meter.off_because:
             self._record(FaultKind.CURVATURE_OFF, self.meter.off_because, step)
             return
@@ -131,7 +131,7 @@ class ScheduledCurvature:
             self._sensors.record_faults([Fault(kind=kind, step=step, phase="curvature", detail=detail)])
 
     def _step_bytes(self) -> int | None:
-        """Returns the bytes that tensors took at their peak so far, beside those that stay; None on a CPU."""
+        """Returns the peak bytes of tensors so far, less those of the tensors that exist now; None on a CPU."""
         if self._device.type != "cuda":
             return None
         self._training.memory.refresh_peaks()

@@ -1,4 +1,4 @@
-"""What every training loop of ours takes and returns by the epoch."""
+"""Base class of the training loops, with its learning rate schedules and epoch statistics."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from triaccel_ray.measure.memory import MemoryMeter
 from triaccel_ray.measure.timing import synchronize
 
 Schedule = Callable[[float], float] | LRScheduler
-"""Maps epochs trained, fractional, to a factor on the optimizer's learning rates; or a scheduler of that optimizer."""
+"""Function of the epochs trained (fractional) that returns a factor on learning rates; or the optimizer's scheduler."""
 
 
 class SampleSchedule:
-    """Learning rates as a function of the samples seen, whatever the batches they came in.
+    """Schedules learning rates by the number of samples seen, whatever the batch sizes.
 
-    A scheduler is advanced as often as if all batches had `batch_size` samples: ceil(samples / batch_size) steps an
-    epoch, the length of a `DataLoader`.
+    A scheduler is stepped as if all batches had `batch_size` samples: ceil(samples / batch_size) times per epoch, the
+    length of a `DataLoader`.
     """
 
     def __init__(self, schedule: Schedule | None, optimizer: Optimizer, *, batch_size: int) -> None:
-        """Begins where the scheduler stands; without a schedule the optimizer's learning rates stay as they are.
+        """Starts from the scheduler's current state; without a schedule, learning rates stay as the optimizer has them.
 
         Raises:
             TypeError: `schedule` is neither a function nor a scheduler.
-            ValueError: the scheduler is another optimizer's, or needs a metric.
+            ValueError: the scheduler belongs to another optimizer, or needs a metric.
         """
         if isinstance(schedule, ReduceLROnPlateau):
             raise ValueError(
@@ -56,10 +56,10 @@ class SampleSchedule:
         self._batch_size, self._num_steps = batch_size, 0
 
     def factor(self, epoch: float) -> float:
-        """Returns the factor on the optimizer's learning rates after `epoch` passes, fractional; 1 with a scheduler.
+        """Returns the factor on the learning rates after `epoch` epochs (fractional); 1 with a scheduler.
 
         Raises:
-            ValueError: the user's function returned no finite number of 0 or more.
+            ValueError: the user's function did not return a finite number >= 0.
         """
         if self._function is None:
             return 1.0
@@ -68,10 +68,10 @@ class SampleSchedule:
         return factor
 
     def advance(self, sampler: Sampler) -> None:
-        """Steps the scheduler up to the samples given so far, after the optimizer's step on the last of them.
+        """Steps the scheduler up to the samples taken so far; call it after the optimizer's step on the last of them.
 
         Raises:
-            ValueError: it has been built for fewer steps.
+            ValueError: the scheduler was built for fewer steps.
         """
         if self._scheduler is None:
             return
@@ -85,8 +85,8 @@ class SampleSchedule:
             self._num_steps += 1
 
     def _step(self, scheduler: LRScheduler) -> None:
-        """Steps the scheduler. At its first step it looks for the optimizer's, which kernels may have made unseen."""
-        if self._num_steps > 0:  # catch_warnings would have Python forget which warnings it has shown
+        """Steps the scheduler without its warning that the optimizer has not stepped: kernels may do so unseen."""
+        if self._num_steps > 0:  # catch_warnings makes Python forget which warnings it has shown
             scheduler.step()
             return
         with warnings.catch_warnings():
@@ -94,12 +94,12 @@ class SampleSchedule:
             scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns how far the scheduler has come, and its own state."""
+        """Returns the number of scheduler steps and the scheduler's state."""
         scheduler = None if self._scheduler is None else self._scheduler.state_dict()
         return {"num_steps": self._num_steps, "scheduler": scheduler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from where `state_dict` was taken.
+        """Restores the state that `state_dict` returned.
 
         Raises:
             ValueError: one of the two runs has a scheduler, the other has none.
@@ -114,46 +114,46 @@ class SampleSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochStats:
-    """One pass over the training samples."""
+    """Statistics of one pass over the training samples."""
 
     epoch: int
     """Epochs done, from 1."""
     loss: float
-    """Mean over the samples, as they were met."""
+    """Mean over the samples, each at the weights of its step."""
     num_steps: int
     num_samples: int
     seconds: float
-    """Wall-clock, the device synchronised at both ends."""
+    """Wall-clock time, with the device synchronized at both ends."""
 
 
 class EpochProgress:
-    """What the present epoch amounts to so far."""
+    """Running statistics of the current epoch."""
 
     def __init__(self, device: torch.device, loss: Tensor | None = None) -> None:
-        """Counts nothing yet; `loss` is the tensor that steps add to, where it is not this one's own."""
+        """Starts at zero; `loss` is the tensor that steps add to, created here if not given."""
         self.loss = torch.zeros(2, dtype=torch.float64, device=device) if loss is None else loss
-        """fp64 [2] on the device: sum over the samples, and their number."""
+        """fp64 [2] on the device: sum of the samples' losses, and the number of samples."""
         self.num_steps = 0
         self._device = device
-        self._carried_seconds, self._started = 0.0, math.nan  # NaN: the clock stands still
+        self._carried_seconds, self._started = 0.0, math.nan  # NaN: the clock is stopped
 
     def start(self) -> None:
-        """Starts the clock, the device synchronised; does nothing while it runs."""
+        """Synchronizes the device and starts the clock, unless it is running."""
         if math.isnan(self._started):
             self._started = self._now()
 
     @property
     def seconds(self) -> float:
-        """Seconds so far, those before a checkpoint included; waits for the device."""
+        """Seconds so far, including those before a checkpoint; waits for the device."""
         return self._carried_seconds + (0.0 if math.isnan(self._started) else self._now() - self._started)
 
     def begin(self) -> None:
-        """Forgets the epoch before, but for its seconds."""
+        """Resets loss and number of steps for a new epoch; leaves the clock alone."""
         self.loss.zero_()
         self.num_steps = 0
 
     def finish(self, sampler: Sampler) -> EpochStats:
-        """Returns what the epoch amounted to; waits for the device. The loss is NaN when every step was skipped."""
+        """Stops the clock and returns the statistics; waits for the device. Loss is NaN if every step was skipped."""
         seconds = self.seconds
         self._carried_seconds, self._started = 0.0, math.nan
         loss_sum, num_samples = self.loss.tolist()
@@ -166,11 +166,11 @@ class EpochProgress:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns loss and seconds so far; who counts all steps saves those of the epoch, too."""
+        """Returns loss and seconds so far; the loop saves `num_steps` with its own counters."""
         return {"epoch_loss": self.loss.clone(), "epoch_seconds": self.seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from where `state_dict` was taken, the clock at rest."""
+        """Restores the state that `state_dict` returned, with the clock stopped."""
         self.loss.copy_(state["epoch_loss"])
         self._carried_seconds, self._started = state["epoch_seconds"], math.nan
 
@@ -180,7 +180,7 @@ class EpochProgress:
 
 
 class EpochLoop(ABC):
-    """What trains a model step by step, an epoch at a time."""
+    """Base class of loops that train a model step by step, one epoch at a time."""
 
     sampler: Sampler
     memory: MemoryMeter
@@ -188,14 +188,14 @@ class EpochLoop(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Makes one optimizer step."""
+        """Performs one optimizer step."""
 
     @abstractmethod
     def _parts(self) -> dict[str, Any]:
-        """Returns what has a state of its own, by its name in checkpoints, in the order of restoring."""
+        """Returns the components with a `state_dict` by their names in checkpoints, in the order of restoring."""
 
     def train_epoch(self) -> EpochStats:
-        """Makes the steps that are left of the present epoch and returns what they amount to."""
+        """Trains for the rest of the current epoch and returns the epoch's statistics."""
         epoch = self.sampler.epoch
         self._epoch.start()
         while self.sampler.epoch == epoch:
@@ -204,7 +204,7 @@ class EpochLoop(ABC):
 
     @property
     def epoch_loss(self) -> Tensor:
-        """The losses of the present epoch's samples so far, summed, and their number: fp64 [2] that steps write to."""
+        """Sum of the losses of the current epoch's samples so far, and their number: fp64 [2] that steps write to."""
         return self._epoch.loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class EpochLoop(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from where `state_dict` was taken.
+        """Restores the state that `state_dict` returned.
 
         Raises:
             ValueError, RuntimeError: the state belongs to another model or data set.

@@ -1,4 +1,4 @@
-"""A tick under way: on a GPU some steps lie between what is seen, the decision on it, and the record of both."""
+"""A tick in progress: on a GPU, some steps pass between its observation, its decision and its record."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from triaccel_ray.records.events import End, EventLog, Start, Tick
 from triaccel_ray.records.signals import Observation
 
 _DECIDE_AFTER = 3
-"""Steps after which a tick on a GPU decides: while the device makes them, the host has time to read and to think."""
+"""Steps between observation and decision on a GPU: while the device computes them, the host reads and decides."""
 RECORD_AFTER = 8
-"""Steps after a tick when it is put on record: the host has run ahead of the device, which need not wait for that."""
+"""Steps after which a tick is recorded: by then the host is ahead of the device, which does not have to wait."""
 
 
 class PendingTick:
-    """Keeps what was observed until it is time to decide on it, and what was decided until it is time to record it."""
+    """Holds an observation until its decision is due, and a decided tick until its record is due."""
 
     def __init__(self, on_tick: Callable[[Tick], None] | None, config: ControlConfig, *, decides_late: bool) -> None:
-        """Begins with nothing under way; `on_tick` takes the records, an empty `EventLog` first its start record.
+        """Starts without a pending tick; `on_tick` receives the records. An empty `EventLog` gets its start record now.
 
-        With `decides_late`, a decision is due `_DECIDE_AFTER` steps after the observation and its record later still;
-        without, both at once.
+        With `decides_late`, a decision is due `_DECIDE_AFTER` steps after the observation, and its record later still.
+        Otherwise both are due at once.
         """
         self._on_tick, self.decides_late = on_tick, decides_late
         self._observe: Callable[[], Observation] | None = None
         self.decide_at = 0
-        """The step after which a decision is due; at the end of an epoch it is due in any case."""
+        """Step after which a decision is due; at the end of an epoch it is due in any case."""
         self._unrecorded: Tick | None = None
         log = getattr(on_tick, "__self__", None)
         self._log = log if isinstance(log, EventLog) else None
@@ -37,13 +37,13 @@ class PendingTick:
             self._log.append(Start(control=config))
 
     def observing(self, observe: Callable[[], Observation], *, step: int) -> None:
-        """Takes what will return, once the device has come that far, what was seen after `step` steps."""
+        """Stores `observe`, which waits for the device and returns the observation made after `step` steps."""
         self._observe, self.decide_at = observe, step + _DECIDE_AFTER
 
     def take_observation(self) -> Observation | None:
-        """Returns what was observed, waiting for the device if need be; None if that has been decided on.
+        """Returns the pending observation, waiting for the device if necessary; None if there is none.
 
-        The tick before is put on record first.
+        Records the previous tick first.
         """
         if self._observe is None:
             return None
@@ -52,35 +52,35 @@ class PendingTick:
         return observation
 
     def decided(self, tick: Tick) -> None:
-        """Keeps the tick for its record."""
+        """Keeps the tick until its record is due."""
         self._unrecorded = tick
         if not self.decides_late:
             self.record()
 
     def record(self) -> None:
-        """Puts the last tick on record, if it is not there yet."""
+        """Records the last tick, unless that is already done."""
         tick, self._unrecorded = self._unrecorded, None
         if tick is not None and self._on_tick is not None:
             self._on_tick(tick)
 
     def close(self) -> None:
-        """Records what can be; ends a log that is still open, unless an error is on its way through the caller."""
+        """Records a decided tick, and ends a log that is still open unless an exception is being handled."""
         self.record()
         log, self._log = self._log, None
         if log is not None and not log.closed and sys.exc_info()[0] is None:
             log.append(End(status="finished"))
 
     def state_dict(self) -> Any:
-        """Returns the observation that is not yet decided on, as plain values, or None; records what can be."""
+        """Returns the pending observation as plain values, or None; records a decided tick first."""
         self.record()
         if self._observe is None:
             return None
         observation = self._observe()
-        self._observe = lambda: observation  # the device need not be asked again
+        self._observe = lambda: observation  # no second read from the device
         return encode(observation)
 
     def load_state_dict(self, state: Any) -> None:
-        """Goes on from where `state_dict` was taken."""
+        """Restores the state that `state_dict` returned."""
         self._observe = None
         if state is not None:
             observation = decode(Observation, state)

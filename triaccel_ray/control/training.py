@@ -1,4 +1,4 @@
-"""What makes a run's training steps, put together from the user's model, optimizer, loss and data."""
+"""Builds the training steps of a run from the user's model, optimizer, loss and data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from triaccel_ray.records.plan import Fault, FaultKind, Precision
 
 
 class TrainingUpdate:
-    """Takes in gradients: watches their variance, steps the optimizer, moves the loss scale, adds up the loss."""
+    """Processes a step's gradients: updates variance statistics, parameters, loss scale and the sums of losses."""
 
     def __init__(
         self,
@@ -52,8 +52,9 @@ class TrainingUpdate:
     ) -> None:
         """Adds each step's loss to every row of `loss_sums`: fp64 [rows, 2], sum over the samples and their number.
 
-        With `clip_norm` gradients whose global norm is larger are scaled down to it. Those that arrive in buckets are
-        scaled by the norm of the last step, since their own is known when they are gone: those of the first to zero.
+        With `clip_norm`, gradients whose global norm is larger are scaled down to it. Gradients that arrive in buckets
+        are clipped by the last step's norm, because their own is known only after they are freed. Those of the first
+        step are scaled to zero.
         """
         self._precision, self._moments, self._optimizer, self._loss_scale = precision, moments, optimizer, loss_scale
         self._loss_sums, self._clip_norm = loss_sums, clip_norm
@@ -61,28 +62,28 @@ class TrainingUpdate:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether `run` is device work alone."""
+        """Whether `run` consists of device work only."""
         return self._optimizer.is_capturable
 
     def begin(self) -> None:
-        """Begins a step whose gradients arrive in buckets."""
+        """Starts a step whose gradients arrive in buckets."""
         self._moments.stats.begin()
         active = self._precision.needs_loss_scale
         self._divisor = self._divisor_of(self._loss_scale.factor(active), active, lambda: self._moments.last_norm)
 
     def take(self, bucket: int, gradients: Gradients, steps: bool) -> None:
-        """Takes in a bucket's gradients, which may go then, and with `steps` updates its parameters.
+        """Processes a bucket's gradients, which may be freed afterwards; with `steps`, updates its parameters.
 
-        Neither this bucket nor a later one is stepped once a gradient was not finite. Those before have been.
+        If a gradient is not finite, this bucket and all later ones are not updated. Earlier ones already are.
         """
         found = self._moments.stats.reduce(gradients.table, bucket)
         if steps:
             self._optimizer.update(gradients, divisor=self._divisor, found_nonfinite=found, bucket=bucket)
 
     def run(self, loss_sum: Tensor, num_samples: int, gradients: Gradients | BucketedGradients) -> None:
-        """Takes in one step: its loss summed over the samples (fp64 scalar), and its gradients, if they are left.
+        """Completes one step from its loss summed over the samples (fp64 scalar) and its gradients.
 
-        A step with a gradient that is not finite is not made, in whatever precision; of one in buckets see `take`.
+        A step with a non-finite gradient is skipped in every precision. Buckets have already been processed by `take`.
         """
         active = self._precision.needs_loss_scale
         scale = self._loss_scale.factor(active)
@@ -99,14 +100,14 @@ class TrainingUpdate:
         end_step(loss_sum, num_samples, self._loss_sums, found, self._loss_scale.state, moves_scale=active)
 
     def _divisor_of(self, scale: Tensor, active: bool, norm: Callable[[], Tensor]) -> Tensor | None:
-        """Returns what gradients are divided by, fp32 scalar; `norm` is that of unscaled ones."""
+        """Returns the divisor of the gradients, fp32 scalar, or None; `norm` gives the norm of unscaled gradients."""
         if self._clip_norm is None:
             return scale if active else None
         return scale * (norm() / self._clip_norm).clamp(min=1.0).float()  # clipping is a larger divisor
 
 
 class Training:
-    """What makes the steps of a run, put together from the user's model, optimizer, loss and data."""
+    """Builds and holds everything that the training steps of a run consist of."""
 
     def __init__(
         self,
@@ -119,9 +120,9 @@ class Training:
         memory: tuple[int | None, int | None],
         seed: int,
     ) -> None:
-        """Takes the arguments of `ControlLoop`; `memory` are the budget and the headroom in bytes.
+        """Takes the arguments of `ControlLoop`; `memory` holds the budget and the headroom in bytes.
 
-        The model's forward functions are wrapped from here on, until `remove`.
+        The model's forward functions are wrapped until `remove` is called.
         """
         self.model, self.loss, self._config = model, loss, config
         self.layers = find_layers(model)
@@ -148,7 +149,7 @@ class Training:
             in_8_bits=in_8_bits,
         )
         source = delivered(as_source(data), self.device, config.execution.data_on)
-        # On a stream that the steps use again: another one would keep workspaces of its own.
+        # On a stream that the steps use again: another one would keep its own workspaces.
         stream = LentStream(self.device).current() if self.device.type == "cuda" else contextlib.nullcontext()
         with stream, watching_forward(model) as waits:
             require_working(model, loss, source)
@@ -156,39 +157,39 @@ class Training:
         self.loss_scale = LossScale(config.loss_scale, self.device)
         self.memory.require_room()
         self.loss_sums = torch.zeros(2, 2, dtype=torch.float64, device=self.device)
-        """Sum over the samples, and their number: of the present epoch, and since the last tick."""
+        """fp64 [2, 2]: sum of the samples' losses, and their number; of the current epoch, and since the last tick."""
         self.moments = GradientMoments(self.layers, self.optimizer.watched, beta=config.precision.beta, buckets=buckets)
         self.faults: list[Fault] = []
-        """What steps are made of, what makes them slower than asked for, and what the loop leaves as it is."""
+        """Faults found while building the steps: how they are compiled, slower fallbacks, layers left unadapted."""
         self._stepper: StepInBackward | None = None
         self.steps = self._build_steps(waits, buckets)
         useless = useless_precisions(self.device.type, is_compiled=self.steps.step.is_compiled)
         withheld = {} if config.precision.allow_slow_precisions else useless
         self.supported = [(layer.name, supported_precisions(layer, without=withheld)) for layer in self.layers]
-        """Each layer's name, and what it may compute in."""
+        """Each layer's name, and the precisions it may compute in."""
         self._note_limitations(withheld)
 
     @property
     def precision(self) -> LayerPrecision:
-        """What computes each layer in its precision."""
+        """The object that runs each layer in its precision."""
         return self.steps.step.precision
 
     def make_room(self) -> None:
-        """Gives back all memory that can be had again: captured steps, and what the allocator keeps."""
+        """Frees the memory of captured steps, which can be captured again, and the allocator's unused blocks."""
         self.pool.release()
         self.memory.release()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Returns a context in which the model computes in FP32, as its own code has it.
+        """Returns a context in which the model computes in FP32 with its own forward code.
 
-        On the stream of the steps, whose memory is then used again, and which alone shares memory between its graphs.
+        It uses the stream of the steps: its memory is then reused, and only graphs of this stream share memory.
         """
         with self.steps.on_stream(), self.precision.suspended():
             yield
 
     def remove(self) -> None:
-        """Gives the model its own forward functions back, and the graphs' memory to the device; all of it is tried."""
+        """Restores the model's own forward functions and frees the graphs' memory; tries each even if one fails."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.sampler.close)
             stack.callback(self.pool.release)
@@ -199,9 +200,9 @@ class Training:
                 stack.callback(self.steps.step.compilation.remove)
 
     def _build_steps(self, waits: Sequence[str], buckets: Sequence[Sequence[int]] | None) -> StepCache:
-        """Returns what makes the steps; `waits` says why the host waits for the device in the model's forward pass.
+        """Returns the step cache; `waits` says why the host waits for the device in the model's forward pass.
 
-        On a GPU the norms of a BatchNorm network are fused; a model without, or that cannot be traced, is compiled.
+        On a GPU, the norms of a BatchNorm network are fused. A model without them, or not traceable, is compiled.
         """
         execution, on_gpu = self._config.execution, self.device.type == "cuda"
         fusion = self._fuse() if on_gpu and execution.compile != "on" and execution.fuse else None
@@ -237,10 +238,10 @@ class Training:
         return StepCache(step, update, gradients_of, self.pool, execution)
 
     def _asks_for(self, name: str, default: str | bool, optimizer: torch.optim.Optimizer) -> bool:
-        """Returns whether a setting asks for more than `default`, for which the kernels must be able to step.
+        """Returns whether a setting differs from `default`; if so, the kernels must support the optimizer.
 
         Raises:
-            ValueError: they do not step what `optimizer` would.
+            ValueError: they do not support `optimizer`.
         """
         value = getattr(self._config, name)
         if value == default:
@@ -254,7 +255,7 @@ class Training:
         return True
 
     def _compile(self, waits: Sequence[str]) -> Compilation | None:
-        """Returns the model compiled, unless the user has done so, and notes how and why."""
+        """Returns the compilation of the model, or None if the user has compiled it; notes how and why."""
         if is_compiled(self.model):
             self._note(FaultKind.COMPILED, "compile", "the model is compiled already: it stays as it is")
             return None
@@ -271,7 +272,7 @@ class Training:
         return compilation
 
     def _recomputation(self, fusion: Fusion | None, compilation: Compilation | None) -> Recomputation | None:
-        """Returns what has the compiled blocks, or the model's regions, computed again; notes where there is none."""
+        """Returns activation checkpointing of compiled blocks or model regions; None, with a note, if there is none."""
         regions = find_regions(self.model)
         text = "the model has no blocks of several layers to checkpoint"
         if compilation is not None and compilation.blocks:
@@ -288,7 +289,7 @@ class Training:
         return None
 
     def _fuse(self) -> Fusion | None:
-        """Returns the model with its norms fused; None where there is none, or, with a note, where that is refused."""
+        """Returns the model with its norms fused; None if it has no norms or, with a note, if fusing is refused."""
         if not any(isinstance(module, nn.BatchNorm2d) for module in self.model.modules()):
             return None
         if not self.model.training:
@@ -301,7 +302,7 @@ class Training:
         return None
 
     def _note_limitations(self, withheld: Mapping[Precision, str]) -> None:
-        """Notes what the loop leaves as it is, or cannot do as asked for."""
+        """Notes what the loop leaves unchanged, or cannot do as requested."""
         if reason := self.sampler.source.streamed_because:
             self._note(FaultKind.DATA_STREAMED, "data", reason)
         if reason := self.sampler.source.unpinned_because:

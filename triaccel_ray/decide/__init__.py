@@ -1,4 +1,4 @@
-"""The policy: what was measured and remembered in, what to do out. Standard library alone, no clock, no chance."""
+"""The policy: pure functions from observation and state to decision. Standard library only, no clock, no randomness."""
 
 from triaccel_ray.decide.replay import Replay, replay
 from triaccel_ray.decide.tick import decide

@@ -1,4 +1,4 @@
-"""Rule 6: the batch size from memory, its retreat after failures, and the learning rate that follows it."""
+"""Rule 6: sets the batch size by memory use, reduces it after failures, and scales the learning rate with it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from triaccel_ray.records.state import BatchState, Change
 
 GIB = 2.0**30
 _SMALLEST_SPLIT = 4
-"""Batches below are not split for the sake of speed: batch normalisation takes no single samples."""
+"""Smaller micro-batches are not split just for speed: batch normalization cannot take single samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchDecision:
-    """The next interval's batch, what to remember, and why."""
+    """The batch of the next interval, the new state, and the reasons."""
 
     batch_size: int
     num_micro_batches: int
@@ -26,18 +26,18 @@ class BatchDecision:
 
 
 def ladder(config: BatchConfig) -> tuple[int, ...]:
-    """Returns all batch sizes that can ever be in force, ascending: the finite set of steps to build."""
+    """Returns all batch sizes that can occur, in ascending order."""
     return tuple(range(config.minimum, config.maximum + 1, config.granularity))
 
 
 def retreat(config: BatchConfig, observation: Observation, state: BatchState) -> BatchDecision | None:
-    """Returns the batch, smaller or in parts, that this interval's failures ask for; None when none asks for one.
+    """Returns a smaller batch, or one in micro-batches, if failures of this interval require it; else None.
 
-    The new size is the largest rung that passed through the device, lies below the one that failed and does not exceed
-    the one in force; the ladder stays capped there for `oom_cooldown_ticks`. A smallest rung that passed only in parts
-    stays in parts no larger than those that passed. A step that passed, but found no memory as a CUDA graph, counts as
-    failed where the batch is elastic and a smaller rung is left; one that is not elastic keeps its size, in halves. An
-    out-of-memory error in the same interval decides alone.
+    The new size is the largest of the ladder that fits on the device, lies below the size that failed and does not
+    exceed the current one. It caps the batch size for `oom_cooldown_ticks`. If the smallest size fits only in
+    micro-batches, it keeps micro-batches that are no larger than those. A step that ran, but lacked the memory to be a
+    CUDA graph, counts as failed if the batch is elastic and a smaller size is left. A batch of fixed size is split into
+    halves instead. If the interval also has an out-of-memory error, only that counts.
     """
     plan = observation.plan
     failed = [fault for fault in observation.faults if _speaks_of_batch(config, fault, plan)]
@@ -70,7 +70,7 @@ def retreat(config: BatchConfig, observation: Observation, state: BatchState) ->
 
 
 def undo_growth(plan: Plan, change: Change | None, state: BatchState) -> BatchDecision | None:
-    """Returns the batch before a growth that is undone; None where there is none to undo."""
+    """Returns the batch from before the growth that is to be undone; None if there is none."""
     if change is None or change.batch_size is None:
         return None
     return BatchDecision(
@@ -83,12 +83,12 @@ def undo_growth(plan: Plan, change: Change | None, state: BatchState) -> BatchDe
 def decide_batch(
     config: BatchConfig, observation: Observation, state: BatchState, *, enlarged: bool, is_unjudged: bool = False
 ) -> BatchDecision:
-    """Returns the next interval's batch (Tri-Accel, section 3.3), moved by at most one step.
+    """Returns the batch of the next interval (Tri-Accel, section 3.3), changed by at most one step.
 
-    `is_unjudged` says that the last change still has to show that it pays: growth waits. So it does where `enlarged`
-    says that a precision was raised at this tick or could not be: the memory measured is not what the larger batch
-    would meet. A size left because it used too much memory is closed for `oom_cooldown_ticks`, as after an
-    out-of-memory error: otherwise a ladder step wider than the band between rho_low and rho_high would swing forever.
+    Growth waits with `is_unjudged`: the last change of plan is not judged by its step times yet. It also waits with
+    `enlarged`: a precision was raised at this tick, or could not be, so the memory measured is not what a larger batch
+    would find. A size that used too much memory is barred for `oom_cooldown_ticks`, as after an out-of-memory error.
+    Otherwise, a step wider than the band between rho_low and rho_high would oscillate forever.
     """
     plan, memory = observation.plan, observation.memory
     state = replace(
@@ -145,17 +145,17 @@ def _speaks_of_batch(config: BatchConfig, fault: Fault, plan: Plan) -> bool:
     if fault.kind is FaultKind.OUT_OF_MEMORY:
         return fault.batch_size > 0
     if fault.kind is FaultKind.CAPTURE_OUT_OF_MEMORY:
-        # Slower, not lost: worth one smaller rung or halves, and only if it was not an epoch's short last batch.
+        # Only slower: worth one smaller size or a split into halves, unless it was an epoch's short last batch.
         if (fault.batch_size, fault.micro_batch_size) != (plan.batch_size, plan.micro_batch_size):
             return False
         halves = plan.num_micro_batches == config.accumulate and plan.micro_batch_size >= _SMALLEST_SPLIT
         return plan.batch_size > config.minimum if config.enabled else halves
-    # A plan that could not be applied for want of a larger batch names the size it wanted.
+    # The fault of a plan that could not be applied because of its larger batch has the size of that batch.
     return fault.kind is FaultKind.APPLY_FAILED and fault.batch_size > plan.batch_size
 
 
 def _rung(config: BatchConfig, size: int) -> int:
-    """Returns the largest rung that is not above `size`; the smallest one when all are."""
+    """Returns the largest size of the ladder that is not above `size`; the smallest one if all are."""
     return max((rung for rung in ladder(config) if rung <= size), default=config.minimum)
 
 
@@ -173,19 +173,19 @@ def _shrink(config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchS
 
 
 def _step_up(config: BatchConfig, plan: Plan) -> tuple[int, int]:
-    """Returns the size and the number of parts that use the next more memory, as if nothing held them back."""
+    """Returns the batch size and number of micro-batches one step up in memory use, before any limit."""
     if plan.num_micro_batches > config.accumulate:
         return plan.batch_size, max(plan.num_micro_batches // 2, config.accumulate)
     size = plan.batch_size + config.step_up if config.enabled else config.start
     if plan.batch_size < config.start:
-        size = min(size, config.start)  # a wide step would leap over it, to a size that the noise scale may forbid
+        size = min(size, config.start)  # a wide step would skip it, to a size that the noise scale may forbid
     return max(_rung(config, size), plan.batch_size), config.accumulate
 
 
 def _held(
     config: BatchConfig, plan: Plan, state: BatchState, size: int, *, enlarged: bool, is_unjudged: bool
 ) -> Reason | None:
-    """Returns why the batch must not become `size` (or its parts larger) now, or None."""
+    """Returns why the batch must not grow to `size`, or its micro-batches must not grow, now; None if they may."""
     if is_unjudged:
         return _reason(ReasonCode.HELD_UNJUDGED, "waits: the last change of plan is not judged yet")
     if enlarged:
@@ -194,10 +194,10 @@ def _held(
     if state.cap is not None and plan.batch_size >= state.cap:
         text = f"capped at {state.cap} for {state.cap_ticks_left} more ticks after too large a batch"
         return _reason(ReasonCode.HELD_CAPPED, text, threshold=state.cap)
-    # What brings back the whole batch, or the start, takes the noise scale as it is.
+    # A return to the undivided batch, or to the initial size, does not depend on the noise scale.
     if not (config.bound_by_noise_scale and size > max(plan.batch_size, config.start)):
         return None
-    # Half of an average's weight: single measurements are as often negative as a hundred times too large.
+    # Half of the average's weight: single measurements are as often negative as they are a hundred times too large.
     if state.noise is None or state.noise.trace_covariance < 0.5:
         text = f"no batch of {size} before the gradient noise scale is known"
         return _reason(ReasonCode.HELD_NOISE_SCALE, text, size)

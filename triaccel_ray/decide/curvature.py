@@ -1,4 +1,4 @@
-"""Rules 3 to 5: smoothing of the eigenvalues, the learning rates that follow them, and which layers they hold."""
+"""Rules 3 to 5: smooths eigenvalues, scales learning rates by them, and holds layers at a higher precision."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from triaccel_ray.records.signals import NoiseSignal, Observation
 from triaccel_ray.records.state import LayerState
 
 LARGEST_RATIO = 10.0
-"""How many times the average of the others a single eigenvalue may count; what is nearer to 0 than 1 is 1 here. Of an
-EfficientNet-B0 single measurements lay 30 to 100,000 times above it, and one of them, averaged in whole, slowed most
-layers for 1,800 steps; of a ResNet-18 they lie at most 10.4 times above."""
+"""Limit of a single eigenvalue, as a multiple of the average of the others; averages nearer to 0 than 1 count as 1. In
+EfficientNet-B0, single measurements were 30 to 100,000 times the average; one of them, averaged without a limit, slowed
+most layers for 1,800 steps. In ResNet-18 they are at most 10.4 times the average."""
 
 
 def remember_curvature(
     config: CurvatureConfig, observation: Observation, layers: Mapping[str, LayerState]
 ) -> tuple[dict[str, LayerState], list[Reason]]:
-    """Returns the layers' states after this tick's measurement, and who is newly held or released (rule 5).
+    """Returns the layers' states after this tick's measurement, and a reason for each newly held or released (rule 5).
 
-    A layer is held one precision higher while the eigenvalue that also scales its rate exceeds tau_curv; only a
-    measurement can release it, so that a layer does not flap between two refreshes.
+    A layer is held one precision higher while the eigenvalue that also scales its learning rate exceeds tau_curv. Only
+    a measurement can release it, so that its precision does not oscillate between two measurements.
     """
     updated: dict[str, LayerState] = {}
     reasons: list[Reason] = []
@@ -53,9 +53,9 @@ def smooth_eigenvalues(
 ) -> tuple[float, ...]:
     """Returns weight * past + (1 - weight) * measured, element by element in descending order; the first as measured.
 
-    Weight 0: the last as measured, whatever it is. Otherwise a measurement far above the past, or far below zero,
-    counts as LARGEST_RATIO times it, and so does the past beside the second measurement, for it is a single one, too.
-    One that is merely nearer to zero counts as it is. A spectrum that is shorter than the other counts as padded with
+    Weight 0 returns the last measurement unchanged. Otherwise a measurement far above the past, or far below zero, is
+    limited to LARGEST_RATIO times the past. At the second measurement the past is limited, too, because it is also a
+    single measurement. A measurement that is only nearer to zero is not limited. The shorter spectrum is padded with
     zeros: the missing eigenvalues are zero.
     """
     if past is None or weight == 0.0:
@@ -70,11 +70,10 @@ def _limited(value: float, other: float) -> float:
 
 
 def smooth_noise(weight: float, past: NoiseSignal | None, measured: NoiseSignal | None) -> NoiseSignal | None:
-    """Returns the moving average of both moments in units of each measurement's tr Cov, begun at zero.
+    """Returns the moving average of both moments in units of each measurement's tr Cov, starting from zero.
 
-    In units of their own, the moments of the first measurements, while gradients are large, would outweigh all later
-    ones. Averaging before dividing keeps their ratio from exploding. The averaged tr Cov is 1 - weight^n after n
-    measurements.
+    In units of their own, the moments of the first measurements, with large gradients, would outweigh all later ones.
+    Averaging before dividing keeps the ratio from exploding. After n measurements the averaged tr Cov is 1 - weight^n.
     """
     if measured is None or measured.trace_covariance <= 0:
         return past
@@ -87,15 +86,15 @@ def smooth_noise(weight: float, past: NoiseSignal | None, measured: NoiseSignal 
 
 
 def lr_scale(config: CurvatureConfig, state: LayerState) -> float:
-    """Returns 1 / (1 + alpha max_i lambda_i), rule 4; 1 before a value acts or where the curvature is negative."""
+    """Returns 1 / (1 + alpha max_i lambda_i), rule 4; 1 before an eigenvalue takes effect, or if it is negative."""
     largest = acting_eigenvalue(config, state)
     return 1.0 if largest is None else 1.0 / (1.0 + config.alpha * max(largest, 0.0))
 
 
 def acting_eigenvalue(config: CurvatureConfig, state: LayerState) -> float | None:
-    """Returns the eigenvalue that scales the layer's rate and may hold its precision, rules 4 and 5; None: neither.
+    """Returns the eigenvalue that scales the layer's learning rate and may hold its precision (rules 4 and 5), or None.
 
-    Where measurements are averaged, a single one does not act yet: nothing tells an outlier from it.
+    If measurements are averaged, a single one has no effect yet: it cannot be told from an outlier.
     """
     is_single = state.measured_once and config.smoothing > 0.0
     if not config.enabled or not state.eigenvalues or is_single:

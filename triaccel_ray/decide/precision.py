@@ -1,4 +1,4 @@
-"""Rules 2 and 5: the precision of each layer, and its retreat from FP16 where that overflows at any loss scale."""
+"""Rules 2 and 5: chooses each layer's precision, and bars FP16 after it overflows at any loss scale."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def decide_precision(
 ) -> tuple[dict[str, Precision], dict[str, LayerState], list[Reason]]:
     """Returns each layer's precision and state for the next interval, and why any changed.
 
-    The variance rule moves in both directions only after `dwell_ticks` at one precision, and downwards only after
-    `patience_ticks` votes in a row: a change costs a new step to build, and v crosses a threshold more than once when
-    it drifts through. Curvature promotes at once and releases at once, because it is measured rarely anyway.
+    The variance rule changes a precision only after `dwell_ticks`, and lowers it only after `patience_ticks`
+    consecutive votes. Each change requires a new step to be built, and a variance that drifts through a threshold
+    crosses it more than once. Curvature promotes and releases at once, because it is measured rarely anyway.
 
-    Without `may_lower` no layer is demoted by its variance now: the last change of plan is not judged yet.
+    Without `may_lower` the variance rule demotes no layer now, for example because the last change is not judged yet.
     """
     if not config.enabled:
         return _keep_but_leave_fp16(observation, layers)
@@ -59,10 +59,10 @@ def decide_precision(
 def keep_precision(
     observation: Observation, layers: Mapping[str, LayerState]
 ) -> tuple[dict[str, Precision], dict[str, LayerState]]:
-    """Returns the precision in force, and states that agree with it, after a plan that could not be applied.
+    """Returns the precisions in force, and states that agree with them, after a plan that could not be applied.
 
-    What the failed plan wanted must be asked for again: by the variance rule after its dwell, by curvature at its next
-    measurement. Tried again at once, a plan that does not fit would be built in vain at every other tick.
+    Changes of the failed plan must be requested again: by the variance rule after its dwell time, by curvature at its
+    next measurement. Retried at once, a plan that does not fit would be built in vain at every other tick.
     """
     plan = {signal.name: observation.plan.precision[signal.name] for signal in observation.layers}
     updated: dict[str, LayerState] = {}
@@ -84,7 +84,7 @@ def keep_precision(
 def _keep_but_leave_fp16(
     observation: Observation, layers: Mapping[str, LayerState]
 ) -> tuple[dict[str, Precision], dict[str, LayerState], list[Reason]]:
-    """Returns the precisions in force; BF16, where supported, for a layer in FP16 that is barred from it."""
+    """Returns the precisions in force, but BF16 (or FP32, if unsupported) for FP16 layers that are barred from FP16."""
     plan: dict[str, Precision] = {}
     reasons: list[Reason] = []
     for signal in observation.layers:
@@ -127,7 +127,7 @@ def _reason(
     in_force: Precision,
     chosen: Precision,
 ) -> Reason:
-    """Returns why a layer that got what it wanted changed; `before` and `after` it settled."""
+    """Returns why a layer's precision changed; `before` and `after` are its states around the variance rule's vote."""
     change = f"{in_force.value} -> {chosen.value}"
     if in_force is Precision.FP16 and after.fp16_bar_ticks:
         return _overflow_reason(signal, in_force, chosen)
@@ -143,7 +143,7 @@ def _reason(
         code, text = ReasonCode.CURVATURE_RELEASED, f"released by curvature: {change}"
     else:
         raised = after.by_variance.rank > before.by_variance.rank
-        # The threshold crossed last on the way: from below to the precision settled on, or from above.
+        # The threshold crossed last on the way to the precision chosen, from below or from above.
         is_high = after.by_variance is (Precision.FP32 if raised else Precision.BF16)
         name, threshold = ("tau_high", config.tau_high) if is_high else ("tau_low", config.tau_low)
         text = f"variance {signal.variance:.3g} {'>=' if raised else '<'} {name} {threshold:.3g}: {change}"
@@ -157,10 +157,10 @@ def _reason(
 def bar_overflowing(
     config: PrecisionConfig, observation: Observation, state: ControlState, layers: Mapping[str, LayerState]
 ) -> tuple[dict[str, LayerState], list[Reason]]:
-    """Returns the layers' states, those in FP16 barred from it when more than half of the interval's steps overflowed.
+    """Returns the states; FP16 layers are barred from FP16 if more than half of the interval's steps overflowed.
 
-    While the loss scale can still fall it is given the time to. At its minimum an overflow comes from the forward pass
-    itself: such steps are skipped for ever, and no scale helps. Which layer it was is not known, so all FP16 layers go.
+    Nothing changes while the loss scale can still fall. At its minimum, overflow comes from the forward pass itself: no
+    scale helps, and steps would be skipped forever. The layer that overflows is unknown, so all FP16 layers are barred.
     """
     barred = [name for name, level in observation.plan.precision.items() if level is Precision.FP16]
     num_steps, num_skipped = observation.step - state.step, observation.num_skipped - state.num_skipped

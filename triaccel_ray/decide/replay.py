@@ -1,4 +1,4 @@
-"""Replaying a log: did the loop decide what it says, and what would other thresholds have decided?"""
+"""Replays a log: checks its decisions, and finds out where other thresholds would have decided otherwise."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from triaccel_ray.records.state import ControlState, Decision, initial_decision
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """The decisions of a log's observations under some configuration."""
+    """The decisions of a configuration on the observations of a log."""
 
     decisions: tuple[Decision, ...]
-    """One a tick, up to and including the first that differs from the log."""
+    """One per tick, up to and including the first that differs from the log."""
     diverged_at: int | None
     """Index into the log of the first tick whose plan differs; None when all agree.
 
@@ -26,10 +26,10 @@ class Replay:
 
 
 def replay(config: ControlConfig, log: Sequence[tuple[Observation, Decision]]) -> Replay:
-    """Returns the decisions that `config` takes on the log's observations, valid up to the first divergence.
+    """Returns the decisions that `config` makes on the log's observations, valid up to the first divergence.
 
-    Under the configuration that wrote the log every decision is reproduced exactly, state and reasons included; under
-    another one only the plans are compared, for its reasons and memory may differ while the run stays the same.
+    The configuration that wrote the log reproduces every decision exactly, including state and reasons. Only plans are
+    compared, because another configuration may differ in state and reasons while the run stays the same.
     """
     if not log:
         return Replay(decisions=(), diverged_at=None)
@@ -50,5 +50,5 @@ def replay(config: ControlConfig, log: Sequence[tuple[Observation, Decision]]) -
 
 
 def first_state(config: ControlConfig, observation: Observation) -> ControlState:
-    """Returns the state before the first tick, from the layers that its observation names."""
+    """Returns the state before the first tick, for the layers in that tick's observation."""
     return initial_decision(config, [(layer.name, layer.supported) for layer in observation.layers]).state

@@ -12,19 +12,19 @@ from triaccel_ray.records.signals import Observation
 from triaccel_ray.records.state import BatchState, Change, LayerState, ThroughputState
 
 TOLERANCE = 0.25
-"""A plan that takes longer by more than this share of the time per sample counts as slower: above the noise of medians
-on a machine that does other work."""
+"""A plan counts as slower if its time per sample is longer by more than this share, which exceeds the noise of medians
+on a machine with other load."""
 _JUDGING_TICKS = 2
-"""Intervals that must both be slower before a change is undone."""
+"""Consecutive intervals that must be slower before a change is undone."""
 _PATIENCE_TICKS = 5
-"""Ticks that a change waits for a reading before it is kept unjudged."""
+"""Ticks for which a change waits for a step time before it is kept without being judged."""
 _NUM_INTERVALS = 5
-"""Intervals under one plan of which the median is what its successor has to reach."""
+"""Last intervals under one plan, whose median is the reference for the next plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What the rule says at a tick."""
+    """Verdict of the rule at a tick."""
 
     state: ThroughputState
     undo: Change | None = None
@@ -33,20 +33,20 @@ class Judgement:
 
     @property
     def is_open(self) -> bool:
-        """Whether a change still waits for its second interval: no other of its kind is made meanwhile."""
+        """Whether a change is not judged yet: meanwhile no precision is lowered for variance, and no batch grows."""
         return self.state.change is not None
 
 
 def judge(config: ControlConfig, observation: Observation, state: ThroughputState) -> Judgement:
     """Returns whether the last change is kept, undone, or waits for another interval.
 
-    Compared are medians of step times per sample: before, the median over the last intervals under the old plan;
-    after, the better of two intervals. Promotions are made for accuracy and shrinking for memory: neither is judged.
+    It compares median step times per sample: the median of the last intervals under the old plan, and the better of
+    two intervals under the new one. Promotions serve accuracy and smaller batches save memory: neither is judged.
     """
     change = state.change
     failed = observation.apply_fault is not None
     if change is not None and not (failed or _is_in_force(change, observation.plan)):
-        state, change = ThroughputState(), None  # the plan that held it could not be applied
+        state, change = ThroughputState(), None  # the plan with this change could not be applied
     if not config.revert_slowdowns or failed or observation.step_ms is None:
         if change is not None and not failed:
             change = replace(change, num_waited=change.num_waited + 1)
@@ -65,7 +65,7 @@ def judge(config: ControlConfig, observation: Observation, state: ThroughputStat
 def bar_undone(
     config: ControlConfig, change: Change, layers: Mapping[str, LayerState], batch: BatchState
 ) -> tuple[dict[str, LayerState], BatchState]:
-    """Returns the states after a change has been undone: barred for a number of ticks that doubles each time."""
+    """Returns the states after a change was undone, which bar it for a number of ticks that doubles each time."""
     barred = dict(layers)
     for name, before in change.precision.items():
         layer = barred[name]
@@ -82,7 +82,7 @@ def bar_undone(
 
 
 def watch(state: ThroughputState, old: Plan, new: Plan) -> ThroughputState:
-    """Returns what to remember once `new` replaces `old`: what it has to reach, if it is to be judged at all."""
+    """Returns the state after `new` replaces `old`, with the change and its reference time if it is to be judged."""
     if new.steps_as(old):
         return state
     lowered = {name: level for name, level in old.precision.items() if new.precision[name].rank < level.rank}

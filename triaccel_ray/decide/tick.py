@@ -1,4 +1,4 @@
-"""Rule 7: one tick. Faults, precision, learning rate, batch, in this order."""
+"""Rule 7: decides one tick, in the order faults, precision, learning rate, batch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from triaccel_ray.records.state import ControlState, Decision
 
 
 def decide(config: ControlConfig, observation: Observation, state: ControlState) -> Decision:
-    """Returns what the next interval is computed with, from what was measured and what is remembered.
+    """Returns the decision for the next interval, from an observation and the state.
 
     A change that has slowed steps down is undone before anything else is decided.
 
-    Pure: the same arguments give the same decision, which is what replaying a log relies on. At most one change a
-    tick enlarges memory use (any number of layers promoted together, or the batch grown); retreats are not limited.
-    After a plan that could not be applied, precision keeps what is in force and nothing is enlarged for one tick.
+    Pure: the same arguments give the same decision, on which replaying a log relies. At most one change per tick
+    enlarges memory use (any number of layers promoted together, or a larger batch); reductions are not limited. After
+    a plan that could not be applied, precisions stay as they are and nothing is enlarged for one tick.
     """
     later = {name: layer.a_tick_later() for name, layer in state.layers.items()}
     layers, reasons = remember_curvature(config.curvature, observation, later)
@@ -73,7 +73,7 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
 
 
 def _is_affordable(config: ControlConfig, observation: Observation) -> bool:
-    """Returns whether what new plans have cost is within its share of the time that steps have taken."""
+    """Returns whether the time spent on new plans is within its share of the time that steps have taken."""
     training_ms = observation.step * (observation.step_ms or 0.0)
     return not config.revert_slowdowns or observation.adapting_ms <= config.max_overhead * training_ms
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, loaded without running code."""
+"""Checkpoints: written atomically, loaded without executing code."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FORMAT = 3
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be used; the message names the file, what is wrong and the way out."""
+    """A checkpoint cannot be used; the message names the file, the problem and what to do."""
 
 
 class OtherFormatError(CheckpointError):
-    """A checkpoint is whole, and written by a version that this one cannot follow."""
+    """A checkpoint is intact but was written by an incompatible version."""
 
 
 def save_checkpoint(
@@ -38,8 +38,8 @@ def save_durably(
 ) -> None:
     """Writes `content` to `path` for `torch.load`, atomically.
 
-    The file appears under its name only when it is whole on the disk, so a crash leaves the one before. That one is
-    kept as `previous`, where a name is given. `confirm` is called just before: if it raises, all stays as it was.
+    The file gets its name only once it is complete on disk, so a crash leaves the old file. If given, `previous` is
+    the name under which the old file is kept. `confirm` is called just before; if it raises, nothing changes.
     """
 
     def ready() -> None:
@@ -54,11 +54,11 @@ def save_durably(
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Returns the state saved at `path`, all tensors on the CPU; `load_state_dict` moves them where they belong.
+    """Returns the state saved at `path`, all tensors on the CPU; `load_state_dict` moves them to their devices.
 
     Raises:
         CheckpointError: the file is missing or damaged.
-        OtherFormatError: another version has written it.
+        OtherFormatError: another version wrote it.
     """
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path} does not exist: name the folder of a run that has saved one")

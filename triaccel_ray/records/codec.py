@@ -1,4 +1,4 @@
-"""Frozen dataclasses to JSON and back, strictly typed: what is read has the shape that the class declares."""
+"""Converts frozen dataclasses to JSON and back, and checks what it reads against the declared types."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def encode(value: Any) -> Any:
         TypeError: a part is neither a dataclass, mapping, sequence, enum nor a JSON scalar.
     """
     kind = type(value)
-    if kind in _PLAIN or (kind is float and math.isfinite(value)):  # nearly everything there is
+    if kind in _PLAIN or (kind is float and math.isfinite(value)):  # nearly all values
         return value
     names = _field_names(kind)  # type: ignore[arg-type]  # mypy doubts that classes are hashable
     if names is not None:
@@ -89,7 +89,7 @@ def _decode_union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
     if data is None and type(None) in kinds:
         return None
     if type(data) in (int, bool) and type(data) in kinds:
-        return data  # not as the float that it could be read as too
+        return data  # a float alternative would accept it, too
     *others, last = (kind for kind in kinds if kind is not type(None))
     for kind in others:
         try:

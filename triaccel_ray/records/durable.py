@@ -1,4 +1,4 @@
-"""Files that are whole on the disk, or not there: what survives a power cut."""
+"""Atomic, durable file writes, which survive a power failure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def whole_file(path: Path, confirm: Callable[[], None] | None = None) -> Iterator[BinaryIO]:
-    """Yields a file for what `path` is to hold; it takes that name once the block has ended, whole on the disk.
+    """Yields a file to write to, which replaces `path` when the block ends, once it is complete on disk.
 
-    `confirm` is called just before. If that or anything else raises, `path` stays as it was. The file stays open.
+    `confirm` is called just before. If it or anything else raises, `path` is unchanged. Otherwise the file stays open.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not the process's number, which is another's on another machine of a shared folder.
+    # No process ID in the name: in a shared folder, another machine may have a process of the same ID.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     file = partial.open("xb")
     try:
@@ -27,7 +27,7 @@ def whole_file(path: Path, confirm: Callable[[], None] | None = None) -> Iterato
         if confirm is not None:
             confirm()
         partial.replace(path)
-        if os.name == "posix":  # where folders can be opened
+        if os.name == "posix":  # elsewhere folders cannot be opened
             folder = os.open(path.parent, os.O_RDONLY)
             try:
                 os.fsync(folder)

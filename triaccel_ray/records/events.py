@@ -1,4 +1,4 @@
-"""The event log: one JSON object a line, append-only, the single source of everything reported about a run."""
+"""The event log: one JSON object per line, append-only, the single source of everything reported about a run."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ FORMAT = 2
 
 
 class LogError(ValueError):
-    """An event log cannot be read; the message names the file, the line and the way out."""
+    """An event log cannot be read; the message names the file, the line and what to do."""
 
 
 class OtherLogFormatError(ValueError):
-    """Another version of triaccel-ray has written the log: it is whole, and not for this one."""
+    """The event log is intact but was written by another version of triaccel-ray, which this one cannot read."""
 
 
 class TakenOverError(ValueError):
-    """Another process goes on with the run: this one has to end, and writes nothing more."""
+    """Another process has taken over the run: this one is fenced off, must end and must write nothing more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """First record: what was asked for, where it runs."""
+    """First record: the run's settings and environment."""
 
     control: ControlConfig
     info: Mapping[str, str] = field(default_factory=dict)
-    """Task, method, seed, hardware, versions: whatever a reader should be able to filter by."""
+    """Task, method, seed, hardware, versions: the values by which readers filter runs."""
     parameters: Mapping[str, float | int | str | bool | None] = field(default_factory=dict)
     """Settings outside the control loop: recipe, budget."""
     goal: Goal = field(default_factory=Goal)
-    """What the task is judged by."""
+    """The metric by which the task is judged."""
     format: int = FORMAT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tick:
-    """One turn of the control loop."""
+    """One tick of the control loop."""
 
     observation: Observation
     decision: Decision
@@ -61,7 +61,7 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """One pass over the training samples, and what was measured at its end."""
+    """One pass over the training samples, and the measurements at its end."""
 
     epoch: int
     """Epochs done, from 1."""
@@ -69,27 +69,27 @@ class Epoch:
     """Optimizer steps done."""
     train_loss: float
     held_out_loss: float | None
-    """On the validation samples; None where the run does not look (test samples, before its end)."""
+    """Loss on the held-out samples; None if not evaluated, as test samples are before the end of the run."""
     held_out_metrics: Mapping[str, float] = field(default_factory=dict)
-    """Name -> figure, likewise."""
+    """Metric name -> value on the held-out samples; empty if not evaluated."""
     seconds: float
-    """Wall-clock time of the training part, the device synchronised at both ends."""
+    """Wall-clock time of training alone, with the device synchronized at both ends."""
     images_per_second: float
     batch_size: int
-    """In force at the end of the epoch."""
+    """Batch size at the end of the epoch."""
     peak_bytes: int
-    """Largest memory of the process on the device since the run began."""
+    """Peak memory of the process on the device since the run began."""
     allocated_peak_bytes: int
-    """The allocator's own peak."""
+    """Peak memory of tensors, as counted by the allocator."""
     num_skipped: int | None
-    """Optimizer steps skipped for a NaN or infinite gradient; None where that is not known."""
+    """Optimizer steps skipped for a NaN or infinite gradient; None if unknown."""
     score: float | None
-    """`efficiency_score` of the goal's figure, typical seconds and peak GB."""
+    """`efficiency_score` of the goal's metric, typical seconds and peak GB."""
     typical_seconds: float | None = None
-    """Seconds of the shortest of the last epochs, at most five, under the plan in force; on a CPU processor time."""
+    """Seconds of the shortest of the last (at most five) epochs under the current plan; on a CPU, processor time."""
 
     def held_out(self, goal: Goal) -> float | None:
-        """Returns the goal's figure on the validation samples; None where the run does not look."""
+        """Returns the goal's metric on the held-out samples; None if they were not evaluated."""
         return self.held_out_loss if goal.name == LOSS else self.held_out_metrics.get(goal.name)
 
 
@@ -100,26 +100,26 @@ class End:
     status: str
     """`finished`, `stopped` (by the scheduler or the user) or `failed`."""
     cause: str = ""
-    """For a failed run: `out_of_memory`, `non_finite`, `preempted`, `store`, `bug`, and `disk_full` or `runs` (some of
-    them failed) for a search or comparison; else empty."""
+    """For a failed run: `out_of_memory`, `non_finite`, `preempted`, `store`, `bug`; for a search or comparison also
+    `disk_full` or `runs` (some of its runs failed). Empty otherwise."""
     message: str = ""
     results: Mapping[str, float] = field(default_factory=dict)
     """Final metrics."""
     kept_epoch: int | None = None
-    """The epoch whose weights the run leaves behind; None where it leaves none."""
+    """Epoch whose weights the run keeps; None if it keeps none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interruption:
-    """The run was broken off here and goes on, in another process."""
+    """The run was interrupted here and continues in another process."""
 
     cause: str
-    """`preempted` (process or node lost), `stopped` (by the user), `damaged` (what followed in the log could not be
-    read), or the cause of the failure that stood here."""
+    """`preempted` (process or node lost), `stopped` (by the user), `damaged` (the rest of the log could not be read),
+    or the cause in the `End` record that stood here."""
     message: str
-    """What happened, and from where the run goes on."""
+    """What happened, and from where the run continues."""
     epoch: int
-    """Epochs done where it goes on."""
+    """Epochs done at the point from which it continues."""
 
 
 Record: TypeAlias = Start | Tick | Epoch | End | Interruption
@@ -131,7 +131,7 @@ class Event:
     """A record with its place in the log."""
 
     sequence: int
-    """Position in the log, from 0, interruptions apart; a resumed run repeats the positions after its checkpoint."""
+    """Position in the log, from 0, without interruptions; a resumed run repeats the positions after its checkpoint."""
     time_ms: int
     """Unix time of writing, milliseconds."""
     record: Record
@@ -139,20 +139,20 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """Which file a process writes: whoever goes on with the run puts another under the same name."""
+    """Identity of the log file that a process writes; a process that takes over the run replaces this file."""
 
     path: Path
     device: int
     inode: int
 
     def require(self) -> None:
-        """Returns if the file is still the one of that name.
+        """Checks that `path` still names this file.
 
         Raises:
-            TakenOverError: it is not.
+            TakenOverError: the file has been replaced or removed.
         """
         try:
-            with self.path.open("rb") as file:  # os.stat may answer from what NFS remembers, opening asks the server
+            with self.path.open("rb") as file:  # os.stat may answer from NFS's cache, opening asks the server
                 found = os.fstat(file.fileno())
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
@@ -166,24 +166,24 @@ class Claim:
 
 
 class EventLog:
-    """Appends records to a file; each is on its way to the disk before `append` returns.
+    """Appends records to a file; each is handed to the operating system before `append` returns.
 
-    A log has one writer. Opening it puts a new file, with the records kept, in the place of the old one: a process that
-    has the old one open, because it was given up for lost and was not, learns so from its next `append` or `sync`.
+    A log has one writer. Opening the log replaces its file by a new one that holds the records kept. This fences off a
+    process that was presumed dead and still has the old file open: its next `append` or `sync` raises an error.
     """
 
     def __init__(self, path: Path, *, keep: int | None = 0, checksum: int | None = None) -> None:
-        """Opens the log at `path` for appending after its first `keep` records; what follows them is cut off.
+        """Opens the log at `path` for appending after its first `keep` records, and drops all later ones.
 
-        Until the new file is whole on the disk, the old one stays as it is.
+        The old file stays unchanged until the new one is complete on disk.
 
         Args:
             path: the file, which need not exist.
-            keep: records; None for every whole one.
-            checksum: what `checksum` was when the log held `keep` records; None: not compared.
+            keep: number of records to keep; None: every complete one.
+            checksum: value of `self.checksum` when the log held `keep` records; None: not compared.
 
         Raises:
-            LogError: the file holds fewer than `keep` whole records, or others than those that `checksum` was made of.
+            LogError: the file holds fewer than `keep` complete records, or their checksum is not `checksum`.
         """
         self.path = path
         lines = _first_lines(path, keep)
@@ -200,7 +200,7 @@ class EventLog:
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more records."""
+        """Whether the log is closed and takes no more records."""
         return self._file.closed
 
     def append(self, record: Record) -> None:
@@ -221,10 +221,10 @@ class EventLog:
         self.checksum = zlib.crc32(text, self.checksum)
         self._num_interruptions += isinstance(record, Interruption)
         self._file.flush()
-        self.claim.require()  # afterwards: what went to a file without a name is lost, and was not to be written
+        self.claim.require()  # after writing: a record in a file that was replaced is lost, as it should be
 
     def sync(self) -> None:
-        """Returns once everything is on the disk.
+        """Writes everything to disk.
 
         Raises:
             TakenOverError: another process has opened the log since.
@@ -233,13 +233,13 @@ class EventLog:
         self.claim.require()
 
     def close(self) -> None:
-        """Writes everything to the disk and closes the file."""
+        """Writes everything to disk and closes the file."""
         os.fsync(self._file.fileno())
         self._file.close()
 
 
 def _first_lines(path: Path, count: int | None) -> list[bytes]:
-    """Returns the first `count` lines, or all whole ones."""
+    """Returns the first `count` lines; if None, all complete ones."""
     if count == 0 or (count is None and not path.exists()):
         return []
     lines: list[bytes] = []
@@ -257,11 +257,11 @@ def _first_lines(path: Path, count: int | None) -> list[bytes]:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yields the events of the log at `path`; a last line without an end is still being written and is left out.
+    """Yields the events of the log at `path`, except a last line without a newline, which is still being written.
 
     Raises:
         LogError: the file is missing, or a line is not an event.
-        OtherLogFormatError: another version has written it.
+        OtherLogFormatError: another version wrote it.
     """
     try:
         data = path.read_bytes()
@@ -272,11 +272,11 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def parse_event(line: bytes, where: str) -> Event:
-    """Returns the event that one line holds.
+    """Returns the event in one line of a log.
 
     Raises:
-        LogError: it is not JSON, or not an event; `where` opens the message.
-        OtherLogFormatError: it begins a log of another format.
+        LogError: the line is not JSON, or not an event; the message begins with `where`.
+        OtherLogFormatError: the line begins a log of another format.
     """
     try:
         raw: Any = json.loads(line)

@@ -1,4 +1,4 @@
-"""The figure on held-out samples that runs are compared by."""
+"""The metric on held-out samples by which runs are compared."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ LOSS: Final = "loss"
 RESERVED: Final = frozenset(
     {LOSS, "score", "seconds_per_epoch", "peak_gb", "allocated_peak_gb", "idle_gb", "limit_gb", "epochs"}
 )
-"""What results and MLflow have under these names already."""
+"""Names that results and MLflow already use for other values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """The figure on held-out samples that runs of a task are compared by."""
+    """The metric on held-out samples by which runs of a task are compared."""
 
     name: str = "accuracy"
     maximize: bool = True
@@ -23,33 +23,33 @@ class Goal:
 
     @property
     def words(self) -> str:
-        """The name for people."""
+        """The name in plain words."""
         return self.name.replace("_", " ")
 
     @property
     def heading(self) -> str:
-        """The name for a table's column."""
+        """The heading of a table column: name and unit."""
         return f"{self.words} {self.unit}".rstrip()
 
     @property
     def axis_unit(self) -> str:
-        """The unit for an axis of a picture whose title names the figure, and that less is better where it is."""
+        """Axis label for a plot whose title names the metric: the unit, and whether less is better."""
         unit = "percent" if self.unit == "%" else self.unit
         return ", ".join(filter(None, (unit, "" if self.maximize else "less is better")))
 
     @property
     def axis(self) -> str:
-        """The name for an axis of a picture, with the unit."""
+        """Axis label for a plot: the name, the unit, and whether less is better."""
         return ", ".join(filter(None, (self.words, self.axis_unit)))
 
     def cell(self, value: float) -> str:
-        """Returns the value for a table."""
+        """Returns the value as text for a table cell."""
         return f"{value:.2f}" if self.unit == "%" else f"{value:.4g}"
 
     def text(self, value: float) -> str:
-        """Returns the value with its unit, for a sentence."""
+        """Returns the value with its unit, as text for a sentence."""
         return f"{self.cell(value)} {self.unit or self.words}"
 
     def named(self, value: float) -> str:
-        """Returns the value behind its name."""
+        """Returns the name followed by the value and its unit."""
         return f"{self.words} {self.cell(value)} {self.unit}".rstrip()

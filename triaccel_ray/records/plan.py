@@ -1,4 +1,4 @@
-"""What was decided: the frozen values that travel from `decide` to `apply`."""
+"""Frozen values passed from `decide` to `apply`, plans and their reasons, and back: faults and results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _RANKS = MappingProxyType({level: rank for rank, level in enumerate(Precision)})
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How the steps until the next tick are computed.
+    """How steps are computed until the next tick.
 
     A step is a function of `batch_size`, `num_micro_batches` and `precision`; `lr_scale` only changes scalars.
     """
@@ -43,10 +43,10 @@ class Plan:
     lr_scale: Mapping[str, float] = field(default_factory=dict)
     """Layer name -> factor in (0, 1] on the scheduled learning rate; a layer not named has factor 1."""
     batch_lr_scale: float = 1.0
-    """Factor on every learning rate that follows the batch size by the configured rule."""
+    """Factor on all learning rates, set from the batch size by the configured rule."""
     num_micro_batches: int = 1
-    """Parts of nearly equal size in which a batch passes through the model: more than `accumulate` only while the
-    smallest batch does not fit, or one of fixed size cannot be captured."""
+    """Micro-batches of nearly equal size per batch: more than `accumulate` only while the smallest batch does not fit
+    in memory, or a batch of fixed size cannot be captured."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -54,7 +54,7 @@ class Plan:
         return -(-self.batch_size // self.num_micro_batches)
 
     def steps_as(self, other: Plan) -> bool:
-        """Returns whether a step computes alike under both plans; learning rates aside."""
+        """Returns whether steps compute the same under both plans, apart from learning rates."""
         return (self.batch_size, self.num_micro_batches, self.precision) == (
             other.batch_size,
             other.num_micro_batches,
@@ -62,14 +62,14 @@ class Plan:
         )
 
     def needs_less_than(self, other: Plan) -> bool:
-        """Returns whether some part of this plan takes less memory than in `other`."""
+        """Returns whether the micro-batch or any layer takes less memory than under `other`."""
         return self.micro_batch_size < other.micro_batch_size or any(
             level.bytes_per_element < other.precision[name].bytes_per_element for name, level in self.precision.items()
         )
 
 
 class ReasonCode(StrEnum):
-    """Which rule of the control loop changed something, or refused to."""
+    """The rule of the control loop that made a change, or refused one."""
 
     OUT_OF_MEMORY = "out_of_memory"
     CAPTURE_OUT_OF_MEMORY = "capture_out_of_memory"
@@ -90,78 +90,77 @@ class ReasonCode(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """One rule that fired: what it looked at, what it compared with, what came of it."""
+    """One rule that fired: its subject, the values it compared, and the outcome."""
 
     code: ReasonCode
     subject: str
     """The layer's name, `batch`, `precision` or `throughput`."""
     text: str
-    """One sentence for a person, with the values."""
+    """One sentence for the user, with the values."""
     value: float | None = None
     """The quantity compared."""
     threshold: float | None = None
-    """What it was compared with."""
+    """The value it was compared with."""
 
 
 class FaultKind(StrEnum):
-    """What went wrong on the device, as data that reach the policy at the next tick.
+    """Kinds of faults, which reach the policy as data at the next tick.
 
-    Rules act on the three that name memory or a plan that failed; the others are recorded for the user.
+    Rules act on the first three, which concern memory and failed plans; the others are recorded for the user.
     """
 
     OUT_OF_MEMORY = "out_of_memory"
     APPLY_FAILED = "apply_failed"
     CAPTURE_OUT_OF_MEMORY = "capture_out_of_memory"
-    """A step found no memory as a CUDA graph, or for its batch beside one: it runs eagerly, slower. A batch
-    retreats by a rung where it is elastic, and is made in halves where not."""
+    """Memory did not suffice to capture a step as a CUDA graph, or for its batch beside one: it runs eagerly, slower.
+    An elastic batch shrinks by one size; a batch of fixed size is split into halves."""
     DATA_STREAMED = "data_streamed"
-    """Samples given as tensors did not fit on the device: they are read from the host."""
+    """Samples given as tensors did not fit on the device: they are streamed from the host."""
     DATA_NOT_PINNED = "data_not_pinned"
-    """Samples that were to stay in the host's memory lie on the device: the host could not pin as much."""
+    """Samples meant for host memory are stored on the device: the host could not pin that much memory."""
     FUSION_REFUSED = "fusion_refused"
-    """Batch normalisation runs apart from what follows it, slower."""
+    """Batch normalization is not fused with the operations that follow it, and runs slower."""
     CAPTURE_FAILED = "capture_failed"
-    """A step, its optimizer's part or a measurement could not be captured as a CUDA graph: it runs eagerly, slower."""
+    """A step, its optimizer part or a measurement could not be captured as a CUDA graph: it runs eagerly, slower."""
     BUDGET_EXCEEDED = "budget_exceeded"
     """On a CPU: the process holds more than its budget, and no smaller batch would change that."""
     PRECISION_REFUSED = "precision_refused"
-    """A precision is not offered: the device has no instructions for it, or it gains nothing."""
+    """A precision is not offered: the device has no instructions for it, or it brings no speedup."""
     NOT_A_LAYER = "not_a_layer"
-    """Weights that belong to no layer keep the precision and the learning rate that they have."""
+    """Weights that belong to no layer keep their precision and learning rate."""
     COMPILED = "compiled"
-    """What `torch.compile` makes of the model, or why nothing."""
+    """How `torch.compile` compiles the model, or why it does not."""
     ACTIVATIONS_KEPT = "activations_kept"
-    """Blocks whose activations were to be checkpointed keep them."""
+    """Blocks that should be checkpointed keep their activations."""
     CURVATURE_OFF = "curvature_off"
-    """Curvature cannot be measured: it is off from here on, and what was measured before stays in force."""
+    """Curvature cannot be measured: it is off from now on, and earlier measurements stay in effect."""
     CURVATURE_FALLBACK = "curvature_fallback"
-    """Layers whose curvature takes one pass of the whole model per sample, slower."""
+    """Curvature of some layers takes one pass of the whole model per sample, and is slower."""
     CURVATURE_WAITS = "curvature_waits"
-    """Measurements of curvature wait until their time is within `max_overhead`."""
+    """Curvature measurements wait until their time is within `max_overhead`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One failure that was survived."""
+    """One fault that did not end the training."""
 
     kind: FaultKind
     step: int
     """Optimizer step during which it happened."""
     phase: str
-    """`forward_backward`, `evaluation`, `curvature`, `optimizer`, `fuse`, `compile`, `capture`, `apply`, and what else
-    the kinds name."""
+    """`forward_backward`, `evaluation`, `curvature`, `optimizer`, `fuse`, `compile`, `checkpoint`, `capture`, `apply`,
+    `data`, `precision` or `layers`."""
     batch_size: int = 0
-    """Batch size in force; for a plan that could not be applied, the one it wanted."""
+    """Batch size at the time; for a plan that could not be applied, the batch size of that plan."""
     micro_batch_size: int = 0
-    """Samples that passed at once in the end, or that a capture was to have pass at once; 0 when the phase has no
-    batch."""
+    """Size of the micro-batches that finally fit, or that were to be captured; 0 if the phase has no batch."""
     detail: str = ""
 
     @classmethod
     def out_of_memory(
         cls, error: str, *, step: int, phase: str, batch_size: int = 0, micro_batch_size: int = 0
     ) -> Fault:
-        """Returns the fault that an out-of-memory error with this message is."""
+        """Returns the fault for an out-of-memory error with the message `error`."""
         return cls(
             kind=FaultKind.OUT_OF_MEMORY,
             step=step,
@@ -174,12 +173,12 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """What `apply` reports back: the plan now in force, and what could not be done."""
+    """Result of applying a plan: the plan now in force, and the faults."""
 
     plan: Plan
     faults: tuple[Fault, ...] = ()
     evicted: tuple[str, ...] = ()
-    """Captured steps dropped since the last tick to make room for others, each by a name for people."""
+    """Descriptions of the captured steps dropped since the last tick to make room for others."""
     adapt_ms: float = 0.0
-    """Milliseconds that went into new plans since the last tick: first steps of a new kind, autotuning and compilation
-    included, captures, those that failed too."""
+    """Milliseconds spent on new plans since the last tick: first steps of a new kind, with autotuning and compilation,
+    and captures, including failed ones."""

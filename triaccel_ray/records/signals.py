@@ -1,4 +1,4 @@
-"""What was measured: the frozen values that travel from `measure` to `decide`."""
+"""Frozen values that carry measurements from `measure` to `decide`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LayerSignal:
     """Up to k largest eigenvalues of the layer's curvature block, descending; None when not measured since the last
     tick."""
     supported: tuple[Precision, ...] = tuple(Precision)
-    """What this layer can compute in on this device, FP32 always among them."""
+    """Precisions in which this layer can compute on this device; FP32 is always among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,35 +27,35 @@ class MemorySignal:
     """Memory of this process on its device, in bytes."""
 
     used_bytes: int
-    """What the process holds now, as the driver (NVML) or the operating system (resident set) sees it."""
+    """Memory that the process holds now, as seen by the driver (NVML) or the operating system (resident set)."""
     window_peak_bytes: int
     """Largest `used_bytes` since the last tick: MemUsage(t)."""
     peak_bytes: int
     """Largest `used_bytes` since the run began."""
     limit_bytes: int
-    """MemMax: the budget, else what the device has."""
+    """MemMax: the budget, or the device's total memory without one."""
     allocated_bytes: int = 0
-    """The allocator's live tensors; 0 where the device has no such counter."""
+    """Memory of live tensors, as counted by the allocator; 0 if the device has no such counter."""
     allocated_peak_bytes: int = 0
-    """Largest `allocated_bytes` since the run began: what the paper reports."""
+    """Largest `allocated_bytes` since the run began, the figure that the paper reports."""
     idle_bytes: int = 0
-    """What the process held, model and libraries in place, before its first batch: no batch size changes it."""
+    """Memory held before the first batch, with model and libraries loaded: no batch size changes it."""
     free_bytes: int | None = None
-    """What the device has free beside all its processes; None where nothing says."""
+    """Memory of the device that no process holds; None if unknown."""
 
     @property
     def attainable_bytes(self) -> int:
-        """The limit, or less when other processes leave less."""
+        """The limit, or less if other processes leave less."""
         if self.free_bytes is None:
             return self.limit_bytes
         return min(self.limit_bytes, self.used_bytes + self.free_bytes)
 
     @property
     def share(self) -> float:
-        """MemUsage / MemMax, both above what the idle process holds.
+        """MemUsage / MemMax, both counted above the memory of the idle process.
 
-        So the thresholds speak of what batches take: a CUDA context or a Python runtime, which the paper's allocator
-        figures leave out too, does not shift them, while the limit itself includes both.
+        So thresholds apply to the memory of batches. The CUDA context and the Python runtime do not shift them; the
+        paper's allocator figures exclude both, too. The limit itself includes them.
         """
         taken = self.window_peak_bytes - self.idle_bytes
         return max(taken, 0) / max(self.attainable_bytes - self.idle_bytes, 1)
@@ -63,7 +63,7 @@ class MemorySignal:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseSignal:
-    """First two moments of the per-sample gradient g_i over all layers, from one curvature refresh."""
+    """First two moments of the per-sample gradient g_i over all layers, from one curvature measurement."""
 
     mean_square_norm: float
     """|E g|^2, estimated without the bias tr(Cov)/b."""
@@ -73,7 +73,7 @@ class NoiseSignal:
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """Everything that enters a rule. Replaying the same observations reproduces every decision."""
+    """All measured inputs of the rules. Replaying the same observations reproduces every decision."""
 
     step: int
     """Optimizer steps done."""
@@ -88,21 +88,21 @@ class Observation:
     loss: float | None = None
     """Mean training loss since the last tick; None when no step was made."""
     step_ms: float | None = None
-    """Median milliseconds of a step of a whole batch under the plan in force, since the last reading; None where
-    too few were timed. Ticks, measurements, evaluations and a plan's first steps do not count."""
+    """Median milliseconds of a step of a whole batch under the current plan since the last reading; None if too few
+    were timed. Ticks, measurements, evaluations and a plan's first steps do not count."""
     loss_scale: float = 1.0
     num_skipped: int = 0
     """Optimizer steps skipped for a non-finite gradient since the run began."""
     num_skipped_in_row: int = 0
-    """Of these, skipped since the last step that was made."""
+    """Of these, skipped since the last step that was not."""
     adapting_ms: float = 0.0
-    """Milliseconds that new plans have taken since the run began: first steps, compilation, captures."""
+    """Milliseconds spent on new plans since the run began: first steps, compilation, captures."""
     noise: NoiseSignal | None = None
     """None when not measured since the last tick."""
     faults: tuple[Fault, ...] = ()
-    """What was survived since the last decision, oldest first; some of it after the rest was measured."""
+    """Faults since the last decision, oldest first; some may have occurred after the other values were measured."""
 
     @property
     def apply_fault(self) -> Fault | None:
-        """Why a plan could not be applied since the last decision, if so."""
+        """The fault of a plan that could not be applied since the last decision, or None."""
         return next((fault for fault in self.faults if fault.kind is FaultKind.APPLY_FAILED), None)

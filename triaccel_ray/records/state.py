@@ -1,4 +1,4 @@
-"""Everything the control loop remembers between ticks."""
+"""The state that the control loop keeps between ticks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from triaccel_ray.records.signals import NoiseSignal
 
 @dataclass(frozen=True, kw_only=True)
 class LayerState:
-    """What is remembered of one layer."""
+    """State of one layer."""
 
     by_variance: Precision
-    """Precision that the variance rule has settled on, before curvature promotes it."""
+    """Precision chosen by the variance rule, before any promotion by curvature."""
     ticks_since_change: int = 0
     """Ticks since the precision in force last changed."""
     lower_votes: int = 0
@@ -23,69 +23,69 @@ class LayerState:
     eigenvalues: tuple[float, ...] | None = None
     """Moving average over measurements, descending; None before the first."""
     measured_once: bool = False
-    """Whether the eigenvalues are those of a single measurement."""
+    """Whether the eigenvalues come from a single measurement."""
     held: bool = False
     """Whether curvature holds the layer one precision higher."""
     fp16_bar_ticks: int = 0
-    """Ticks during which the layer still stays out of FP16 after it overflowed there for good."""
+    """Ticks for which the layer is still barred from FP16, after it overflowed there at any loss scale."""
     too_slow: Precision | None = None
-    """The precision in which steps were last measured to be slower than in the one above."""
+    """The precision in which steps were last measured to be slower than in the next higher one."""
     slow_bar_ticks: int = 0
-    """Ticks during which the layer still stays above `too_slow`."""
+    """Ticks for which the layer must still stay above `too_slow`."""
     times_slow: int = 0
-    """How often a lower precision of the layer was undone for its time."""
+    """Number of times a lower precision of the layer was undone because steps were slower."""
 
     def a_tick_later(self) -> LayerState:
-        """Returns the same with bars that end one tick sooner."""
+        """Returns a copy whose bars end one tick sooner."""
         fp16, slow = max(self.fp16_bar_ticks - 1, 0), max(self.slow_bar_ticks - 1, 0)
         return replace(self, fp16_bar_ticks=fp16, slow_bar_ticks=slow)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchState:
-    """What is remembered of the batch size."""
+    """State of the batch size."""
 
     ticks_since_change: int = 0
     """Ticks since the batch size last changed."""
     cap: int | None = None
-    """Largest size allowed after a failure; None: the ladder's own maximum."""
+    """Largest size allowed, after memory ran short or a larger batch was slower; None: the configured maximum."""
     cap_ticks_left: int = 0
     """Ticks until the cap is lifted."""
     noise: NoiseSignal | None = None
-    """Moving average over measurements, in units of each one's variance; None before the first."""
+    """Moving average over measurements, in units of each one's tr Cov; None before the first."""
     times_slow: int = 0
-    """How often a larger batch was undone for its time."""
+    """Number of times a larger batch was undone because steps were slower."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of plan that is to show whether it pays."""
+    """A change of plan that has yet to be judged by its step times."""
 
     ms_per_sample: float
-    """Milliseconds of a step per sample before it."""
+    """Step time per sample before the change, in milliseconds."""
     precision: Mapping[str, Precision] = field(default_factory=dict)
-    """Layers that it lowered -> their precision before."""
+    """Name of each layer whose precision was lowered -> its precision before."""
     batch_size: int | None = None
-    """The batch size before; None where it did not grow."""
+    """Batch size before the change; None if it did not grow."""
     num_slower: int = 0
-    """Intervals since that were slower."""
+    """Number of intervals since the change that were slower."""
     num_waited: int = 0
-    """Ticks since without a step time."""
+    """Number of ticks since the change without a step time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputState:
-    """What is remembered of the time that steps take."""
+    """State of the rule that reverts slowdowns."""
 
     intervals: tuple[float, ...] = ()
-    """Milliseconds of a step per sample, medians of the last intervals under the plan in force."""
+    """Step times per sample in milliseconds: medians of the last intervals under the current plan."""
     change: Change | None = None
-    """The change not yet judged."""
+    """The change that is not judged yet, if any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControlState:
-    """The whole memory of the loop; JSON-serialisable, part of every checkpoint."""
+    """The complete state of the rules; JSON-serializable, part of every checkpoint."""
 
     layers: Mapping[str, LayerState]
     batch: BatchState = field(default_factory=BatchState)
@@ -98,7 +98,7 @@ class ControlState:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What a tick decided: the plan, what to remember, and why."""
+    """The decision of a tick: the plan, the new state, and the reasons."""
 
     plan: Plan
     state: ControlState
@@ -115,7 +115,7 @@ def initial_decision(config: ControlConfig, layers: Iterable[tuple[str, tuple[Pr
         precision=precision,
         lr_scale=dict.fromkeys(precision, 1.0),
     )
-    # A fresh layer has kept its precision long enough: the first statistic may act at the first tick.
+    # New layers count as having kept their precision for the dwell time: statistics may act at the first tick.
     state = LayerState(by_variance=config.precision.initial, ticks_since_change=config.precision.dwell_ticks)
     batch = BatchState(ticks_since_change=config.batch.dwell_ticks)
     return Decision(
