@@ -226,7 +226,7 @@ class Tracker:
     def delete_twins(self, run_id: str, key: str) -> None:
         """Deletes all other runs that carry `key`, in the experiment of the run `run_id`.
 
-        Duplicates arise if a server's answer is lost and the call is retried, or if a hanging server answers late.
+        Duplicates arise if a server's answer is lost and the call is retried, or a hanging server acts on a call late.
         """
         experiment_id = str(self.client.get_run(run_id).info.experiment_id)
         for twin in self._runs_with(experiment_id, key):
