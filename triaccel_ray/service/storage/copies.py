@@ -26,7 +26,7 @@ from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp, Store
 
 LOG = (SPEC, ERROR, DAMAGED, REPLACED, EVENTS)
-"""Files needed to view a run, though not to resume it; the log is last because it says what the others hold."""
+"""Files to view a run, though not to resume it; the log is last because it says what the others hold."""
 RUN = (MODEL, *LOG, CHECKPOINT)
 """Files that a run uploads, in this order. Everything else stays on its machine."""
 PAGES = (SETTINGS, "found.json", "comparison.md", "report.html")

@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 def mirrored(place: StoragePath, *, patience_s: float = PATIENCE_S) -> Iterator[None]:
     """Syncs a command's working copy with the store while the body runs; does nothing if the storage is a folder.
 
-    Uploads what the command writes, and downloads the logs of runs. Before and after the body it also uploads what
+    Uploads the command's files, and downloads the logs of runs. Before and after the body it also uploads files that
     runs on this machine could not. If another process has taken over the command's work, nothing more is uploaded.
 
     Args:
@@ -87,7 +87,7 @@ def bring(place: StoragePath, files: Sequence[str]) -> None:
 
 
 def pull_all(place: StoragePath) -> None:
-    """Downloads all at and below `place` but checkpoints and models, unless a running command here does so already."""
+    """Downloads the files at and below `place`, without checkpoints and models, unless a command here already does."""
     if place.uri is None:
         return
     if not place.folder.exists():
@@ -134,7 +134,7 @@ def _push_commands(place: StoragePath) -> None:
 
 
 def _push_runs(place: StoragePath) -> None:
-    """Uploads what runs on this machine could not, except runs that continue elsewhere."""
+    """Uploads files that runs on this machine could not upload, except for runs that continue elsewhere."""
     root = place.training_folder
     for log in sorted(root.rglob(EVENTS)):
         with contextlib.suppress(TakenOverError):
