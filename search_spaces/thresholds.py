@@ -1,7 +1,7 @@
-"""The search space of the control loop's thresholds: what Ray Tune samples, and the thresholds a sample means.
+"""Search spaces of the control loop's thresholds, which Ray Tune samples, and the thresholds that a sample stands for.
 
-A sample holds one threshold of each pair and the other's distance from it, so tau_low < tau_high and rho_low < rho_high
-hold whatever is drawn.
+A sample holds one threshold of each pair and the other's distance from it. So every sample satisfies
+tau_low < tau_high and rho_low < rho_high.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPACES: Mapping[str, Mapping[str, Any]] = {
 }
 """Name on the command line -> dimensions that are always searched; rho_low = rho_high x ratio in both.
 
-`thresholds`: tau_low is the variance at quantile q of those that a probe saw, tau_high the one at q + share x (1 - q);
+`thresholds`: tau_low is the quantile q of the variances that a probe measured, tau_high that at q + share x (1 - q);
 see `Calibration.quantile`. `thresholds-absolute`: tau_high = tau_low x 10^ratio.
 """
 
@@ -57,17 +57,17 @@ ANCHOR: Mapping[str, Any] = {
 """The first configuration tried. Calibrated, it keeps every layer in BF16: what the plain setting gives."""
 
 BEYOND_DECADES = 2.0
-"""The calibrated range reaches this far beyond the variances seen: they go on falling after the probe, and a precision
-can also be left unused."""
+"""Decades by which the calibrated range exceeds the measured variances: they keep falling after the probe, and a
+precision can also be left unused."""
 
 BEYOND_SHARE = 0.125
-"""Share of the quantiles, at either end, beyond what was seen: one precision for all layers is the fastest on many
-devices, and a search of a dozen configurations has to meet it."""
+"""Share of the quantiles, at either end, beyond the measured variances: one precision for all layers is the fastest on
+many devices, and a search of a dozen configurations has to try it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What a short probe saw, on which calibrated thresholds are placed."""
+    """Gradient variances that a short probe measured; calibrated thresholds are quantiles of them."""
 
     variances: tuple[float, ...]
     """v_l(t) of all layers and ticks of the probe, ascending, positive."""
@@ -77,11 +77,11 @@ class Calibration:
     def quantile(self, q: float) -> float:
         """Returns the variance at quantile q in [0, 1], interpolated on a logarithmic scale.
 
-        What was seen lies between the quantiles `BEYOND_SHARE` and 1 - `BEYOND_SHARE`; before these every layer is
-        above, from there on every layer below.
+        The measured variances lie between the quantiles `BEYOND_SHARE` and 1 - `BEYOND_SHARE`. Below that range, the
+        result is below every layer's variances; beyond it, above all of them.
 
         Raises:
-            ValueError: q is no quantile.
+            ValueError: q is outside [0, 1].
         """
         if not 0.0 <= q <= 1.0:
             raise ValueError(f"q = {q}: must lie in [0, 1]")
@@ -107,14 +107,14 @@ def calibration(variances: Mapping[str, Sequence[float]]) -> Calibration:
 
 
 def search_space(name: str, optional: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the dimensions for Ray Tune of a space in `SPACES`, and of those in `OPTIONAL` that are asked for."""
+    """Returns the dimensions, for Ray Tune, of the space `name` in `SPACES` and of the requested ones in `OPTIONAL`."""
     return {**SPACES[name], **{dimension: OPTIONAL[dimension] for dimension in optional}}
 
 
 def thresholds(
     sample: Mapping[str, Any], control: ControlConfig, calibrated_on: Calibration | None = None
 ) -> ControlConfig:
-    """Returns `control` with the thresholds that `sample` means; dimensions it does not hold stay as they are.
+    """Returns `control` with the thresholds of `sample`; settings that the sample does not hold are unchanged.
 
     Raises:
         ValueError: a sample of quantiles comes without a calibration.
@@ -129,9 +129,9 @@ def thresholds(
         q = sample["tau_low_quantile"]
         tau_low = calibrated_on.quantile(q)
         tau_high = calibrated_on.quantile(min(q + sample["tau_high_share"] * (1.0 - q), 1.0))
-        # Equal quantiles (a share of 0, or variances that repeat) still have to be two thresholds.
+        # Equal quantiles (a share of 0, or repeated variances) must still give two thresholds.
         precision = replace(precision, tau_low=tau_low, tau_high=max(tau_high, tau_low * (1.0 + 1e-6)))
-        # Else the first epochs would be judged in a precision that the thresholds leave later.
+        # Else the first epochs would be judged in a precision that layers leave later.
         initial = {name: precision_for_variance(precision, v) for name, v in calibrated_on.layers.items()}
         precision = replace(precision, initial_layers=initial)
     if "rho_high" in sample:

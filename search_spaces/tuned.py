@@ -1,7 +1,7 @@
-"""Thresholds that searches have found for the bundled tasks, each with what it takes to find them again.
+"""Thresholds that searches have found for the bundled tasks, each with the information to reproduce them.
 
-`results/TASK.json` is the file `found.json` that a search leaves in its folder. Only `command` is edited: it gets the
-options that keep it the same search where the task's defaults have changed since.
+`results/TASK.json` is the file `found.json` that a search leaves in its folder. Only `command` is edited: if the
+task's defaults have changed since, it gets options that keep the search the same.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from triaccel_ray.records.codec import decode
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a method reached on the validation samples."""
+    """Results of a method on the validation samples."""
 
     metric: float
-    """What the task is judged by."""
+    """Value of the task's objective."""
     seconds_per_epoch: float
-    """By which the search judged its trials: `typical_seconds` of the log."""
+    """`typical_seconds` of the log, by which the search judged its trials."""
     peak_gb: float
-    """Of the process on its device, 10^9 bytes."""
+    """Peak memory of the process on its device, 10^9 bytes."""
     score: float
 
 
@@ -34,37 +34,37 @@ class TunedThresholds:
 
     task: str
     metric: str = "accuracy"
-    """Name of what the task is judged by; accuracy is in percent."""
+    """Name of the task's objective; accuracy is in percent."""
     command: str
-    """Repeats the search."""
+    """Command line that repeats the search."""
     date: str
     """Day on which its best trial began, UTC, as YYYY-MM-DD."""
     hardware: str
     versions: Mapping[str, str]
     """Package -> version."""
     num_trials: int
-    """Configurations that were trained, those stopped early counted."""
+    """Configurations that were trained, including those stopped early."""
     num_finished: int
-    """Of these, how many ran to their end."""
+    """How many of these trials ran to their end."""
     headroom_bytes: int | None
-    """What rho_low and rho_high are shares of, on top of what an idle process holds; None: of a budget in `command`."""
+    """Memory above an idle process's, of which rho_low and rho_high are shares; None: of a budget in `command`."""
     precision: Mapping[str, float | int]
     """Field of PrecisionConfig -> value found; likewise below."""
     batch: Mapping[str, float | int]
     curvature: Mapping[str, float | int]
     every_steps: int | None
-    """Steps between ticks, where they were searched."""
+    """Steps between ticks; None if not searched."""
     amp: Result
     """The AMP baseline of the same search."""
     best: Result
     trials_per_gpu: int = 1
-    """Trials that shared a GPU: with more than one, seconds and scores are not those of a GPU of one's own."""
+    """Trials that shared a GPU; with more than one, seconds and scores are not those of an exclusive GPU."""
 
     def onto(self, control: ControlConfig) -> ControlConfig:
-        """Returns `control` with the thresholds that were found; what was not searched stays as it is.
+        """Returns `control` with these thresholds; settings that were not searched are unchanged.
 
         Raises:
-            TypeError: one of the names is no threshold's.
+            TypeError: one of the names is not a field of its config.
             ValueError: a value is out of range.
         """
         return replace(
@@ -77,11 +77,11 @@ class TunedThresholds:
 
 
 def tuned_thresholds(task: str) -> TunedThresholds:
-    """Returns what has been found for the bundled task of this name.
+    """Returns the thresholds found for the bundled task of this name.
 
     Raises:
-        FileNotFoundError: no search of it is kept here.
-        ValueError: the file holds something else; the message names it.
+        FileNotFoundError: there is no stored search of the task.
+        ValueError: the file is not the result of a search; the message names it.
     """
     file = files("triaccel_ray.search_spaces").joinpath("results", f"{task}.json")
     try:

@@ -17,9 +17,9 @@ from triaccel_ray.trainables.split import stratified_split
 from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
 
 _SPLIT_SEED = 2026
-"""Of the task, not of the run: every run, whatever its seed, is judged by the same samples."""
+"""Seed of the splits, the same for all runs: whatever its own seed, a run is judged by the same samples."""
 _NUM_VALIDATION = 5_000
-# A GPU reads a batch of 96 out of the host's memory in 10 us, out of its own in 2; the images would take 0.15 GB of it.
+# A GPU reads a batch of 96 from host memory in 10 us, from its own in 2 us; there the images would take 0.15 GB.
 _EXECUTION = ExecutionConfig(data_on="host")
 _CHANNEL_MEAN = {10: (0.4914, 0.4822, 0.4465), 100: (0.5071, 0.4865, 0.4409)}
 _CHANNEL_STD = {10: (0.2470, 0.2435, 0.2616), 100: (0.2673, 0.2564, 0.2762)}
@@ -28,20 +28,20 @@ _CHANNEL_STD = {10: (0.2470, 0.2435, 0.2616), 100: (0.2673, 0.2564, 0.2762)}
 class CifarTask(Task):
     """The data of either set: 45,000 training and 5,000 validation images, or all 50,000 and the 10,000 for testing.
 
-    Images stay uint8; cropping, flipping, normalising and resizing happen on the device, a batch at a time. What a crop
-    takes in from outside is the image, mirrored at its edge; as a whole an image is mirrored in every other epoch.
+    Images stay uint8; batches are cropped, flipped, normalized and resized on the device. Random crops use reflection
+    padding, and each image is flipped in every other epoch.
     """
 
     num_classes: ClassVar[Literal[10, 100]] = 10
     input_size: ClassVar[int | None] = None
-    """Edge in pixels to which the 32 x 32 images are resized; None leaves them."""
+    """Edge in pixels to which the 32 x 32 images are resized; None: not resized."""
     cutout: ClassVar[int] = 0
     """Edge in pixels of the square that is cut out of every training image; 0: none."""
     mirror_views: ClassVar[bool] = False
-    """Whether a test image is judged by the model's mean output for it and its mirror image."""
+    """Whether the test averages the model's outputs for each image and its mirror image."""
 
     def data(self, purpose: Purpose) -> Splits:
-        """Returns the samples for `purpose`; for SEARCH the file with test images need not even exist."""
+        """Returns the samples for `purpose`; SEARCH does not read the file with test images, which need not exist."""
         final = purpose is Purpose.FINAL
         folder = obtain(cifar_set(self.num_classes), self.data_dir, with_test=final)
         images, labels = folder.read_train()
@@ -67,7 +67,7 @@ class Cifar10ResNet18(CifarTask):
     name: ClassVar[str] = "cifar10-resnet18"
     stem: ClassVar[Stem] = "cifar"
     mirror_views: ClassVar[bool] = True
-    # Chosen for CIFAR-10 and 20 epochs; docs/benchmarks.md has what was tried beside it.
+    # Chosen for CIFAR-10 and 20 epochs; docs/benchmarks.md lists the alternatives tried.
     recipe: ClassVar[Recipe] = Recipe(
         epochs=20,
         lr=0.2,
@@ -77,9 +77,9 @@ class Cifar10ResNet18(CifarTask):
         norm_bias_lr_factor=16.0,
         label_smoothing=0.1,
     )
-    # Found: BF16 in every layer. The noise scale, which that search did not know yet, has the batch grow once a step
-    # can use it, in one move, for each size costs a capture, to the one of five sizes that took an H200 the least time;
-    # docs/results.md has what that was worth. `linear` keeps the path per sample.
+    # Found: BF16 in every layer. The bound by the noise scale, added after that search, lets the batch grow once steps
+    # can use it. It grows in one move, as each size costs a capture, to the fastest of five sizes on an H200;
+    # docs/results.md has the gain. `linear` keeps the training trajectory per sample.
     control: ClassVar[ControlConfig] = tuned_thresholds("cifar10-resnet18").onto(
         ControlConfig(
             batch=BatchConfig(maximum=224, step_up=128, lr_rule="linear", bound_by_noise_scale=True),
@@ -113,7 +113,7 @@ class Cifar100ResNet18(Cifar10ResNet18):
 
 
 class Cifar10ResNet18ImagenetStem(Cifar10ResNet18):
-    """ResNet-18 as torchvision builds it for ImageNet: the form that the paper's memory figures fit."""
+    """ResNet-18 as torchvision builds it for ImageNet, which matches the paper's memory figures."""
 
     name: ClassVar[str] = "cifar10-resnet18-imagenet-stem"
     stem: ClassVar[Stem] = "imagenet"
@@ -127,15 +127,15 @@ class Cifar100ResNet18ImagenetStem(Cifar10ResNet18ImagenetStem):
 
 
 class Cifar10EfficientNetB0(CifarTask):
-    """EfficientNet-B0 on images resized to the 224 x 224 that it was designed for."""
+    """EfficientNet-B0 on images resized to 224 x 224, the size it was designed for."""
 
     name: ClassVar[str] = "cifar10-efficientnet-b0"
     input_size: ClassVar[int | None] = 224
-    # In FP16 the loss under autocast was not finite in some step of the first epoch.
+    # BF16, because under FP16 autocast the loss was not finite in some step of the first epoch.
     recipe: ClassVar[Recipe] = Recipe(
         epochs=30, lr=0.1, nesterov=True, weight_decay=5e-4, label_smoothing=0.1, amp="bf16"
     )
-    # Found: FP16 in every layer and a batch that stays. Growing it cost 31 to 65 s of adapting in five epochs of 7 s.
+    # Found: FP16 in every layer, constant batch size. Growing it cost 31 to 65 s of adapting in five epochs of 7 s.
     control: ClassVar[ControlConfig] = tuned_thresholds("cifar10-efficientnet-b0").onto(
         ControlConfig(batch=BatchConfig(maximum=96), execution=_EXECUTION)
     )

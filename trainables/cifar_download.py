@@ -1,4 +1,4 @@
-"""Gets CIFAR's files: from the folder a user names, else from a cache that one download fills."""
+"""Finds CIFAR's files in the user's folder, or in a cache that is filled by one download."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from triaccel_ray.trainables.cifar_files import HOMEPAGE, CifarFolder, CifarSet,
 _logger = logging.getLogger(__name__)
 
 _TIMEOUT_SECONDS = 10.0
-"""For which a server may stay silent before the download is given up."""
+"""Time without data from the server after which a download is aborted."""
 _OWN_PREFIX = ".triaccel-"
-"""Of the lock and the staging folder, which leave a data folder as good as empty."""
+"""Prefix of the lock and the staging folder; a data folder with only these counts as empty."""
 
 
 def default_data_dir() -> Path:
@@ -32,10 +32,10 @@ def default_data_dir() -> Path:
 
 
 def obtain(cifar: CifarSet, data_dir: Path | None, *, with_test: bool) -> CifarFolder:
-    """Returns a folder with every needed file; downloads when no `data_dir` is given or the given one is empty.
+    """Returns a folder with every needed file; downloads if no `data_dir` is given or the given one is empty.
 
     Raises:
-        FileNotFoundError: files are missing; the message lists what was looked for, and where it is to be had.
+        FileNotFoundError: files are missing; the message lists what was looked for, and where to get it.
     """
     root = default_data_dir() if data_dir is None else data_dir.expanduser()
     if found := find_complete(cifar, root, with_test=with_test):
@@ -59,7 +59,7 @@ def obtain(cifar: CifarSet, data_dir: Path | None, *, with_test: bool) -> CifarF
 
 
 def download(cifar: CifarSet, data_dir: Path) -> None:
-    """Puts the Python version's files into `data_dir`, once, however many processes ask at the same time.
+    """Downloads the Python version's files to `data_dir`, once even if several processes call this at the same time.
 
     Raises:
         OSError: no connection, no space, no permission.
@@ -88,9 +88,9 @@ def _fetch(url: str, md5: str, target: Path) -> None:
 
 
 def _unpack(archive: Path, goal: CifarFolder, staging: Path) -> None:
-    """Moves the needed files of `archive` to `goal`: all at once, or into a folder that is there, each one whole.
+    """Extracts the needed files of `archive` to `goal`: atomically as a folder, or one by one if that exists.
 
-    They are written under names of ours, so that no path inside an archive decides where.
+    File names come from this module, so that no path inside an archive decides where a file is written.
     """
     wanted = {f"{goal.layout.folder}/{name}": name for name in goal.needed(with_test=True)}
     unpacked = staging / "unpacked"
@@ -114,7 +114,7 @@ def _explanation(cifar: CifarSet, root: Path, reason: str, *, with_test: bool) -
     for place in places(cifar, root):
         missing, names = place.missing(with_test), place.needed(with_test)
         if place.path == root and missing == names and root.name != place.layout.folder:
-            continue  # looked into as well, but nothing suggests that its user meant it
+            continue  # searched as well, but nothing suggests that the user meant it
         state = "none found" if missing == names else f"not found: {', '.join(missing)}"
         lines.append(f"  {place.path}: {', '.join(names)} ({state})")
     lines.append(f"Get them from {HOMEPAGE} (Python or binary version), unpack them, and name the folder: --data-dir")

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 as published: which files there are, where they lie on this machine, what is in them."""
+"""The published files of CIFAR-10 and CIFAR-100: their names, where they are on this machine, and how to read them."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class CifarSet:
     """One of the two data sets."""
 
     title: str
-    """As its authors write it."""
+    """Name as its authors write it."""
     num_classes: int
     label_bytes: int
     """Label bytes in front of every record of the binary version; the last of them is the class."""
     label_key: str
-    """Under which the Python version keeps the classes."""
+    """Key of the classes in the Python version."""
     python: Layout
     binary: Layout
     url: str
@@ -57,7 +57,7 @@ class CifarSet:
 
 @dataclass(frozen=True, kw_only=True)
 class CifarFolder:
-    """A place where the files of one layout may lie."""
+    """A folder that may hold the files of one layout."""
 
     cifar: CifarSet
     layout: Layout
@@ -100,7 +100,7 @@ class CifarFolder:
 
 def cifar_set(num_classes: Literal[10, 100]) -> CifarSet:
     """Returns the description of CIFAR-10 or CIFAR-100; file names, address and checksums are torchvision's."""
-    from torchvision.datasets import CIFAR10, CIFAR100  # here: seconds to import, and other tasks do without
+    from torchvision.datasets import CIFAR10, CIFAR100  # here: it takes seconds, and other tasks do not need it
 
     official: Any = {10: CIFAR10, 100: CIFAR100}[num_classes]
     train, test = tuple(name for name, _ in official.train_list), official.test_list[0][0]
@@ -158,7 +158,7 @@ def _read_binary(path: Path, num_records: int, cifar: CifarSet) -> tuple[npt.NDA
 def _read_python(path: Path, md5: str, label_key: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Returns images and classes of a pickled dictionary, which is opened only if it is the published one.
 
-    Unpickling runs code of the file's choice, so the very bytes that were checked are the ones unpickled.
+    Unpickling can run any code in the file, so it takes exactly the bytes that were checked.
     """
     content = path.read_bytes()
     found = hashlib.md5(content, usedforsecurity=False).hexdigest()

@@ -1,4 +1,4 @@
-"""Handwritten digits, 8 x 8 pixels, with scikit-learn's own copy: trains anywhere in seconds, without a download."""
+"""Handwritten digits, 8 x 8 pixels, bundled with scikit-learn: trains anywhere in seconds, without a download."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from triaccel_ray.trainables.split import stratified_split
 from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
 
 _SPLIT_SEED = 2026
-"""Of the task, not of the run: every run, whatever its seed, is judged by the same samples."""
+"""Seed of the splits, the same for all runs: whatever its own seed, a run is judged by the same samples."""
 _NUM_TEST = 359
 _NUM_VALIDATION = 359
 _MEAN, _STD = 0.305, 0.376
-"""Of all pixels, scaled to [0, 1]."""
+"""Mean and standard deviation of all pixels, scaled to [0, 1]."""
 
 
 class Digits(Task):
     """1,797 real images of digits (Alpaydin and Kaynak 1998), 60% training, 20% validation, 20% test samples.
 
-    0.46 million multiply-adds a sample, so that FP16, which a CPU merely emulates, stays bearable.
+    A sample takes 0.46 million multiply-adds: few, because CPUs only emulate FP16.
     """
 
     name: ClassVar[str] = "digits"
@@ -76,8 +76,8 @@ class Digits(Task):
 
 
 def _load() -> tuple[Tensor, Tensor]:
-    """Returns all images, float32 [1797, 1, 8, 8], normalised, and their labels, int64 [1797]."""
-    from sklearn.datasets import load_digits  # here: it takes a second, which other tasks need not spend
+    """Returns all images, float32 [1797, 1, 8, 8], normalized, and their labels, int64 [1797]."""
+    from sklearn.datasets import load_digits  # here: it takes a second, and other tasks do not need it
 
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Data sets of small images, kept whole and raw where the device that trains can read them."""
+"""Data sets of small images, kept as raw pixels in memory that the training device can read."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from triaccel_ray.kernels.image_batch import image_batch
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What becomes of raw images on their way into a model."""
+    """How raw images are augmented, normalized and resized for a model."""
 
     mean: Sequence[float]
-    """Of each channel, on the scale [0, 1]."""
+    """Mean of each channel, on the scale [0, 1]."""
     std: Sequence[float]
-    """Of each channel, likewise; above 0."""
+    """Standard deviation of each channel, likewise; above 0."""
     size: int | None = None
-    """Edge in pixels to which images are resized after all else; None leaves them."""
+    """Edge in pixels to which images are resized, the last operation; None: not resized."""
     augment: bool = False
     """Whether training batches are cropped at random, and images mirrored in every other epoch: "alternating flip"
-    (Jordan 2024). Which ones in even epochs is the same for all seeds."""
+    (Jordan 2024). Even epochs mirror the same images for all seeds."""
     padding: int = knob(4, "[0, inf)")
-    """Pixels by which a random crop may move each way; what enters from outside is the image, mirrored at its edge."""
+    """Pixels by which a random crop may move each way, with reflection padding."""
     mirror_views: bool = False
-    """Whether images to be judged are shown to the model mirrored, too, and its two outputs averaged."""
+    """Whether evaluation averages the model's outputs for each image and its mirror image."""
     cutout: int = knob(0, "[0, inf)")
     """Edge in pixels of the square that is cut out of every augmented image; 0: none."""
 
@@ -40,13 +40,13 @@ class Preparation:
 
 
 class ImageSource(TensorSource):
-    """Images kept as uint8; cropped, mirrored, normalised, cast and resized a batch at a time, without the host."""
+    """Images kept as uint8; each batch is cropped, mirrored, normalized, cast and resized on the device."""
 
     def __init__(self, images: Tensor, targets: Tensor, preparation: Preparation) -> None:
         """Holds images uint8 [n, c, h, w] and targets [n, ...].
 
         Raises:
-            ValueError: there are not as many images as targets, or not as many means or deviations as channels.
+            ValueError: the numbers of images and targets differ, or those of channels and means or deviations.
         """
         super().__init__(images.contiguous(), targets)
         channels = images.shape[1]
@@ -64,7 +64,7 @@ class ImageSource(TensorSource):
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Returns the images at `indices`, [b, c, h, w] in channels_last memory, and their targets.
 
-        They are augmented if the preparation says so and a generator is given, which is asked for one number.
+        They are augmented if the preparation says so and a generator is given, from which one number is drawn.
         """
         device, how = self.inputs.device, self.preparation
         indices = indices.to(device, non_blocking=True)
@@ -81,15 +81,15 @@ class ImageSource(TensorSource):
         return images, self.targets[indices]
 
     def views(self, inputs: Tensor) -> Sequence[Tensor]:
-        """Returns prepared images and, where the preparation says so, their mirror images."""
+        """Returns prepared images and, if the preparation says so, their mirror images."""
         return (inputs, inputs.flip(-1)) if self.preparation.mirror_views else (inputs,)
 
     def set_epoch(self, epoch: int) -> None:
-        """Turns augmented images round."""
+        """Sets the epoch, which decides which augmented images are mirrored."""
         self._epoch.fill_(epoch)
 
     def to(self, device: torch.device) -> Self:
-        """Returns a source whose images live on `device`, before its first epoch."""
+        """Returns a source whose images are on `device`, reset to epoch 0."""
         return self._with(self.inputs.to(device), self.targets.to(device))
 
     def _with(self, inputs: Tensor, targets: Tensor) -> Self:

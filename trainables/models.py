@@ -1,6 +1,6 @@
 """The networks of the image tasks, as torchvision builds them, in channels_last memory.
 
-torchvision is imported where it is used: it takes seconds, and tasks with a network of their own do without.
+torchvision is imported where it is used: it takes seconds, and tasks with their own network do not need it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ Stem = Literal["cifar", "imagenet"]
 
 
 def resnet18(num_classes: int, stem: Stem) -> nn.Module:
-    """Returns a freshly initialised ResNet-18 (He et al. 2016).
+    """Returns a newly initialized ResNet-18 (He et al. 2016).
 
-    Stem `imagenet` is torchvision's own: a 7 x 7 convolution and a max-pool, stride 2 each, which leave one pixel of a
-    32 x 32 image to the last stage; the memory figures that Tri-Accel reports fit this form. Stem `cifar`, a 3 x 3
-    convolution with stride 1 and no pooling, computes 15 times as much and reaches 94 to 96% on CIFAR-10.
+    Stem `imagenet` is torchvision's own: a 7 x 7 convolution and a max-pool, stride 2 each. The last stage sees one
+    pixel of a 32 x 32 image. This form matches the memory figures of Tri-Accel. Stem `cifar`, a 3 x 3 convolution with
+    stride 1 and no pooling, takes 15 times the compute and reaches 94 to 96% on CIFAR-10.
     """
     from torchvision.models import resnet18 as build
 
@@ -31,7 +31,7 @@ def resnet18(num_classes: int, stem: Stem) -> nn.Module:
 
 
 def efficientnet_b0(num_classes: int) -> nn.Module:
-    """Returns a freshly initialised EfficientNet-B0 (Tan and Le 2019), made for inputs of 224 x 224."""
+    """Returns a newly initialized EfficientNet-B0 (Tan and Le 2019), made for inputs of 224 x 224."""
     from torchvision.models import efficientnet_b0 as build
 
     model: nn.Module = build(weights=None, num_classes=num_classes)

@@ -1,4 +1,4 @@
-"""Finds a task by the name a user types."""
+"""Finds tasks by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OWN_FORM = "package.module:Class"
 
 
 def require_name(name: str) -> None:
-    """Returns if `name` is that of a bundled task, or has the form of a user's own; imports nothing.
+    """Checks that `name` is a bundled task, or has the form of a user's own; imports nothing.
 
     Raises:
         ValueError: it is neither; the message lists the bundled ones.
@@ -57,7 +57,7 @@ def require_name(name: str) -> None:
 
 
 def name_of(task: Any) -> str:
-    """Returns the name of `task`: a name is its own; that of a class is where other processes import it from.
+    """Returns the name of `task`, a name or a class; for a class it says where other processes import it from.
 
     Raises:
         TypeError: it is neither.
@@ -85,14 +85,14 @@ def load_task(name: str, data_dir: Path | None) -> Task:
     """Returns the task called `name`: a bundled one, or a user's own as `package.module:Class`.
 
     Raises:
-        ValueError: there is no such task, or what the name leads to is not a complete one; the message says why.
+        ValueError: there is no such task, or it is not complete; the message says why.
     """
     require_name(name)
     task_class = _import_class(name)
     try:
         task = task_class(data_dir)
         recipe, control = task.recipe, task.control
-    except (Exception, SystemExit) as error:  # whatever a user's class raises answers whether it can be used
+    except (Exception, SystemExit) as error:  # any exception means that the user's class is unusable
         raise ValueError(
             f"task = {name!r}: {task_class.__name__}(data_dir) raised {type(error).__name__}: {error}"
             f"{_line_of(error)}; a task must be constructible so"
@@ -105,10 +105,10 @@ def load_task(name: str, data_dir: Path | None) -> Task:
 
 
 def _require_signatures(task: Task) -> None:
-    """Returns if the task's methods take what they are called with.
+    """Checks that the task's methods accept the arguments they are called with.
 
     Raises:
-        TypeError: one does not; the message shows its line, and what it must take.
+        TypeError: one does not; the message shows its line, and the parameters it must take.
     """
     for name in ("model", "data", "loss", "optimizer"):
         method, (_, *words) = getattr(task, name), inspect.signature(getattr(Task, name)).parameters
@@ -125,7 +125,7 @@ def _require_signatures(task: Task) -> None:
 
 
 def _require_metrics(task: Task) -> None:
-    """Returns if the task's metrics are such, and its objective is one of them.
+    """Checks that the task's metrics are of class `Metric`, and that its objective is one of them or the loss.
 
     Raises:
         TypeError, ValueError: they are not.
@@ -138,7 +138,7 @@ def _require_metrics(task: Task) -> None:
 
 
 def _import_class(name: str) -> type[Task]:
-    """Returns the class of a bundled task, or the one that `package.module:Class` names and that is a complete task."""
+    """Returns the class of a bundled task, or of `package.module:Class`, which must be a complete task."""
     module_name, _, class_name = TASKS.get(name, name).partition(":")
     module = _import_module(name, module_name)
     found = getattr(module, class_name, None)
@@ -169,13 +169,13 @@ def _import_module(name: str, module_name: str) -> ModuleType:
                 f"task = {name!r}: there is no module {error.name}, neither in {os.getcwd()} nor installed"
             ) from error
         raise ValueError(f"task = {name!r}: {module_name} imports {error.name}, which is not installed") from error
-    except (Exception, SystemExit) as error:  # whatever a user's file raises answers whether it can be loaded
+    except (Exception, SystemExit) as error:  # any exception means that the user's file is unusable
         raise ValueError(
             f"task = {name!r}: importing {module_name} raised {type(error).__name__}: {error}{_line_of(error)}"
         ) from error
 
 
 def _line_of(error: BaseException) -> str:
-    """Returns where an import failed, if the error does not say so itself, as ` (file:line)`."""
+    """Returns where the error was raised, as ` (file:line)`; empty if the error says so itself."""
     frames = traceback.extract_tb(error.__traceback__)
     return "" if isinstance(error, SyntaxError) or not frames else f" ({frames[-1].filename}:{frames[-1].lineno})"

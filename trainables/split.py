@@ -1,4 +1,4 @@
-"""Holds samples out of a training set, the same ones every time."""
+"""Splits a training set into samples to keep and to hold out, reproducibly."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from triaccel_ray.config import require
 def stratified_split(labels: Tensor, num_held_out: int, seed: int) -> tuple[Tensor, Tensor]:
     """Returns the indices of the samples kept and of those held out, both ascending int64 [n - h] and [h].
 
-    `labels` is an integer tensor [n], h is `num_held_out`. Of the n_c samples of class c, h n_c / n are held out, up
-    or down to a whole number so that they add up to exactly h: down first, then one more where most was cut off.
+    `labels` is an integer tensor [n], h is `num_held_out`. Of the n_c samples of class c, h n_c / n are held out,
+    rounded by the largest-remainder method so that they add up to exactly h.
 
-    Which samples of a class are held out follows from a hash of `seed` and their index: unlike a random generator's
-    stream, that is the same in every version of every library, so that results stay comparable.
+    A hash of `seed` and a sample's index decides which samples of a class are held out. Unlike a random generator's
+    stream, it is the same in every version of every library, so results stay comparable.
 
     Raises:
-        ValueError: labels are not a vector, or `num_held_out` leaves nothing on one side.
+        ValueError: labels are not a vector, or `num_held_out` leaves one part empty.
     """
     require(labels.dim() == 1, "labels", tuple(labels.shape), "must be a vector, one label per sample")
     num_samples = len(labels)

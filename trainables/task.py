@@ -1,6 +1,6 @@
-"""What an experiment has to say about itself: model, loss, data, recipe. Everything else is the service's.
+"""The definition of an experiment: model, loss, data and recipe. The service does everything else.
 
-PyTorch is imported where it is used: a command checks its options by `Recipe` before it waits for that.
+PyTorch is imported where it is used: a command checks its options by `Recipe` before this slow import.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 class Purpose(StrEnum):
-    """What a run is for, which decides what data exists for it."""
+    """The purpose of a run, which decides what data it gets."""
 
     SEARCH = "search"
-    """Train on the training split, judge on the validation split; test samples are not at hand."""
+    """Train on the training split, evaluate on the validation split; test samples are not available."""
     FINAL = "final"
-    """Train on training and validation samples together, judge once, at the end, on the test set."""
+    """Train on training and validation samples together, evaluate once, at the end, on the test set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """The samples a run trains on and those it is judged by; disjoint.
+    """The samples that a run trains on and, disjoint from these, those that it is evaluated on.
 
-    Each is a `DataSource`, or what `as_source` makes one of: a pair of tensors, or a map-style data set.
+    Each is a `DataSource`, or data that `as_source` converts to one: a pair of tensors, or a map-style data set.
     """
 
     train: DataSource
@@ -63,7 +63,7 @@ class Recipe:
     momentum: float = knob(0.9, "[0, 1)")
     """Momentum of SGD."""
     nesterov: bool = False
-    """Whether the momentum is Nesterov's."""
+    """Whether to use Nesterov momentum."""
     weight_decay: float = knob(5e-4, "[0, 1e6]")
     """L2 penalty on weights of two or more dimensions; norms and biases have none."""
     norm_bias_lr_factor: float = knob(1.0, "(0, 1e6]")
@@ -72,7 +72,7 @@ class Recipe:
     label_smoothing: float = knob(0.0, "[0, 1)")
     """Probability mass spread evenly over the classes."""
     amp: AmpPrecision = "fp16"
-    """Of method `amp` on a GPU: FP16 under a gradient scaler, or BF16 for models that FP16 is too narrow for."""
+    """Precision of method `amp` on a GPU: FP16 with a gradient scaler, or BF16 for models that overflow in FP16."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -93,47 +93,47 @@ class Recipe:
 class Task(ABC):
     """An experiment. Subclass it, and `triaccel run package.module:MyTask` trains it.
 
-    A subclass sets `name`, and where the defaults do not suit `recipe`, `control`, `metrics` and `objective`; it
-    defines `model` and `data`.
+    A subclass sets `name` and defines `model` and `data`. It may override `recipe`, `control`, `metrics` and
+    `objective`.
     """
 
     name: ClassVar[str] = ""
-    """How users call it, e.g. `cifar10-resnet18`."""
+    """Name of the task, e.g. `cifar10-resnet18`."""
     recipe: ClassVar[Recipe] = Recipe()
     """Defaults that the command line can override."""
     control: ClassVar[ControlConfig] = ControlConfig()
     """Default thresholds and intervals."""
     metrics: ClassVar[Mapping[str, Metric]] = {"accuracy": ACCURACY}
-    """Name -> what held-out samples are judged by besides the loss; all of them are recorded."""
+    """Name -> metric of the held-out samples, besides the loss; all of them are recorded."""
     objective: ClassVar[str] = "accuracy"
     """The metric that runs are compared by, or `loss`."""
     unread: ClassVar[Collection[str]] = ()
-    """Options that the task does not read, such as `data_dir` or `momentum`: other values than its own are refused."""
+    """Options that the task ignores, such as `data_dir` or `momentum`; values other than its own are refused."""
 
     def __init__(self, data_dir: Path | None = None) -> None:
-        """Remembers where data files lie; reads nothing yet."""
+        """Stores the folder of data files; reads nothing yet."""
         self.data_dir = data_dir
 
     @property
     def goal(self) -> Goal:
-        """The objective, and whether much or little of it is wanted."""
+        """The objective, and whether it is maximized or minimized."""
         if self.objective == LOSS:
             return Goal(name=LOSS, maximize=False, unit="")
         return self.metrics[self.objective].goal(self.objective)
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Returns a freshly initialised model, on the CPU, drawing from torch's global generator alone."""
+        """Returns a newly initialized model on the CPU; draws from torch's global generator alone."""
 
     @abstractmethod
     def data(self, purpose: Purpose) -> Splits:
-        """Returns the samples for `purpose`; for SEARCH without test samples, which no part of the result may hold.
+        """Returns the samples for `purpose`; for SEARCH no part of the result may hold test samples.
 
-        The trials of a search share the tensors of a `TensorSource`, which nothing may therefore write to; sources of
-        other kinds are built by each trial.
+        The trials of a search share the tensors of a `TensorSource`, so nothing may write to them. Sources of other
+        kinds are built by each trial.
 
         Raises:
-            FileNotFoundError: data files are missing; the message names them, and where they are to be had.
+            FileNotFoundError: data files are missing; the message names them, and where to get them.
         """
 
     def loss(self, outputs: Any, targets: Tensor, recipe: Recipe) -> Tensor:
@@ -151,7 +151,7 @@ class Task(ABC):
         return F.cross_entropy(outputs.float(), targets, label_smoothing=recipe.label_smoothing)
 
     def optimizer(self, model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-        """Returns the optimizer: SGD with momentum, weight decay on weights of two or more dimensions alone."""
+        """Returns SGD with momentum; only weights of two or more dimensions have weight decay."""
         import torch
 
         return torch.optim.SGD(
@@ -159,12 +159,12 @@ class Task(ABC):
             lr=recipe.lr,
             momentum=recipe.momentum,
             nesterov=recipe.nesterov,
-            fused=True,  # skips an overflow on the device
+            fused=True,  # skips steps with overflow on the device
         )
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
-    """Returns an optimizer's groups: weights of two or more dimensions decay, the others have a rate of their own."""
+    """Returns parameter groups: weights of two or more dimensions, with weight decay; the others, with their own lr."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     weights, others = ([p for p in parameters if (p.dim() >= 2) == is_weight] for is_weight in (True, False))
     groups: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""A GPT on the bytes of text files: trains anywhere, without a download, on the standard library of Python."""
+"""A byte-level GPT on text files: trains anywhere, without a download, on the source of Python's standard library."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ON_CPU = {"layers": 2, "width": 64, "heads": 4, "context": 64, "most_windows": 
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a layer of four times the width; a norm before each, a sum behind."""
+    """Pre-norm transformer block: causal self-attention, then an MLP of four times the width, both residual."""
 
     def __init__(self, width: int, heads: int, layers: int) -> None:
-        """Makes a block of one of `layers`; the more there are, the less each adds at first (GPT-2)."""
+        """Initializes one block of `layers`; residual projections start smaller in deeper models (GPT-2)."""
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -42,7 +42,7 @@ class Block(nn.Module):
         return y
 
     def attend(self, x: Tensor) -> Tensor:
-        """Returns what each position takes in from those up to itself, [b, t, width]."""
+        """Returns causal multi-head self-attention [b, t, width] of x [b, t, width]."""
         # each [b, heads, t, width / heads]
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         y: Tensor = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Logits of the next byte at every position; the embedding is the output's weight, too."""
+    """Byte-level GPT that predicts the next byte at every position; embedding and output share their weight."""
 
     def __init__(self, *, layers: int, width: int, heads: int, context: int) -> None:
         """Draws the weights from torch's global generator.
@@ -78,24 +78,24 @@ class GPT(nn.Module):
 
 
 class TextGpt(Task):
-    """A GPT on bytes, split by file into 80 % training, 10 % validation and 10 % test text.
+    """A byte-level GPT on text, split by file into 80 % training, 10 % validation and 10 % test text.
 
-    The text is the modules of the installed Python's standard library, or the files below `--data-dir`. Another Python
-    has another library: figures of two versions are not comparable. A subclass sets the size; what it does not set is
+    The text is the modules of the installed Python's standard library, or the files below `--data-dir`. The library
+    differs between Python versions, so their results are not comparable. A subclass may set the size. Defaults are
     10.8 million weights and all of the text on a GPU, 0.1 million and 2,048 windows of 64 bytes on a CPU.
     """
 
     name: ClassVar[str] = "text-gpt"
     layers: ClassVar[int | None] = None
-    """Blocks."""
+    """Number of transformer blocks."""
     width: ClassVar[int | None] = None
     """Features at every position."""
     heads: ClassVar[int | None] = None
-    """Heads of attention; they divide the width."""
+    """Attention heads; must divide `width`."""
     context: ClassVar[int | None] = None
-    """Bytes that the model sees."""
+    """Context length, bytes."""
     most_windows: ClassVar[int | None] = None
-    """Windows of context bytes to train on in an epoch at most, spread over the text; an eighth as many to judge."""
+    """Maximum of training windows of `context` bytes in an epoch, spread over the text; an eighth of it to evaluate."""
     recipe: ClassVar[Recipe] = Recipe(epochs=5, lr=2e-3, warmup_epochs=0.5, weight_decay=0.1, amp="bf16")
     control: ClassVar[ControlConfig] = ControlConfig(
         every_steps=20,
@@ -107,7 +107,7 @@ class TextGpt(Task):
     unread: ClassVar[Collection[str]] = ("momentum", "nesterov")
 
     def _size(self, name: str) -> int:
-        """Returns one measure of the model or the data: the class's own, or that which suits this machine."""
+        """Returns one size of the model or the data: the class's own, or the default for this machine."""
         own: int | None = getattr(self, name)
         return (_ON_GPU if torch.cuda.is_available() else _ON_CPU)[name] if own is None else own
 
@@ -116,7 +116,7 @@ class TextGpt(Task):
         return GPT(**{name: self._size(name) for name in ("layers", "width", "heads", "context")})
 
     def data(self, purpose: Purpose) -> Splits:
-        """Returns the samples for `purpose`; test files are read for FINAL alone.
+        """Returns the samples for `purpose`; test files are read only for FINAL.
 
         Raises:
             FileNotFoundError: the folder holds fewer than three files with text.
@@ -132,10 +132,10 @@ class TextGpt(Task):
         )
 
     def loss(self, outputs: Any, targets: Tensor, recipe: Recipe) -> Tensor:
-        """Returns the mean cross-entropy of a byte, in nats: outputs [b, t, 256], targets [b, t]."""
+        """Returns the mean cross-entropy per byte, in nats: outputs [b, t, 256], targets [b, t]."""
         smoothing = recipe.label_smoothing
         return F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten(), label_smoothing=smoothing)
 
     def optimizer(self, model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-        """Returns AdamW; embeddings and matrices decay, norms and biases do not."""
+        """Returns AdamW with weight decay on embeddings and matrices, but not on norms and biases."""
         return torch.optim.AdamW(parameter_groups(model, recipe), lr=recipe.lr, betas=(0.9, 0.95), fused=True)

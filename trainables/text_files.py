@@ -1,4 +1,4 @@
-"""Text as bytes: which files there are, which of them are held out, and samples cut from their bytes."""
+"""Text as bytes: finds text files, splits them into parts, and cuts samples from their bytes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from triaccel_ray.data.sources import DataSource
 _NOT_ITS_OWN = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 """Folders of the standard library that hold other packages, or its tests, which not every installation has."""
 _SHARE_HELD_OUT = 0.1
-"""Of the bytes, for validation and for testing each."""
+"""Share of the bytes for validation, and as much for testing."""
 PARTS = ("test", "validation", "train")
 
 
 def text_files(folder: Path | None) -> dict[str, Path]:
-    """Returns the files below `folder` by their names there, hidden and empty ones left out, in order of name.
+    """Returns the files below `folder` by their sorted relative paths, without hidden and empty files.
 
-    Without a folder, the modules of the standard library.
+    If `folder` is None, these are the modules of the standard library.
 
     Raises:
-        FileNotFoundError: there is no such folder, or it holds fewer than three, one for each part.
+        FileNotFoundError: there is no such folder, or it holds fewer than three files, one for each part.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder.expanduser()
     if not root.is_dir():
@@ -47,10 +47,10 @@ def text_files(folder: Path | None) -> dict[str, Path]:
 
 
 def split_by_file(sizes: Mapping[str, int]) -> dict[str, list[str]]:
-    """Returns the names of the files of each part, given their bytes by name.
+    """Splits files, given by name and size in bytes, into parts; returns the file names of each part.
 
-    Files come in the order of a hash of their names. The first that make up a tenth of the bytes are for testing, the
-    next that do for validation, and each part has one file at least.
+    Files are sorted by a hash of their names. The first that make up a tenth of the bytes are for testing, the next
+    tenth is for validation. Each part has at least one file.
     """
     order = sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest())
     wanted = _SHARE_HELD_OUT * sum(sizes.values())
@@ -65,7 +65,7 @@ def split_by_file(sizes: Mapping[str, int]) -> dict[str, list[str]]:
 
 
 def read_bytes(paths: Sequence[Path]) -> Tensor:
-    """Returns the files' bytes one after another, a zero byte behind each: uint8 [n]."""
+    """Returns the concatenated bytes of the files, each followed by a zero byte: uint8 [n]."""
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() + b"\0" for path in paths)), dtype=torch.uint8)
 
 
@@ -73,7 +73,7 @@ def read_bytes(paths: Sequence[Path]) -> Tensor:
 class Windows(DataSource):
     """Windows of `context` + 1 bytes: inputs are the first `context` of each, targets the last, int64 [b, context].
 
-    All that there are, one behind the other; or `most` of them, evenly spread over the text.
+    These are all consecutive windows or, if there are more than `most`, that many spread evenly over the text.
     """
 
     text: Tensor
@@ -91,11 +91,11 @@ class Windows(DataSource):
 
     @property
     def is_resident(self) -> bool:
-        """Whether a batch is cut out on the device alone: always."""
+        """True: `batch` works on the device alone."""
         return True
 
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """Returns the windows at `indices`; nothing about them is random."""
+        """Returns the windows at `indices`; there is no augmentation."""
         device, stride = self.text.device, (len(self.text) - 1) // len(self)
         places = indices.to(device)[:, None] * stride + torch.arange(self.context + 1, device=device)
         windows = self.text[places].long()

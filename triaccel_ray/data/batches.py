@@ -1,4 +1,4 @@
-"""Batches of a data set's samples: read and collated, their leaves cut, joined and moved to a device."""
+"""Reads and collates batches of samples, joins their tensors, and moves them to a device."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Collate = Callable[[list[Any]], Any]
 
 
 def read(dataset: Dataset[Any], indices: Sequence[int], seed: int | None, collate: Collate | None = None) -> Any:
-    """Returns the samples at `indices` as a batch, by `collate`, or else as `DataLoader` would.
+    """Returns the samples at `indices` as a batch, collated by `collate`, or as `DataLoader` would.
 
-    With a `seed`, the global generators of Python, PyTorch (CPU) and NumPy start anew before every sample, from the
-    seed and the sample's index: what a random transform makes of it depends neither on the process that reads it nor
-    on what was read before.
+    With a `seed`, the global generators of Python, PyTorch (CPU) and NumPy are seeded before every sample, from the
+    seed and the sample's index. So the result of a random transform depends neither on the process that reads the
+    sample nor on what was read before.
 
     Raises:
         TypeError: an item, without `collate`, is neither an (input, target) pair nor a mapping.
@@ -45,7 +45,7 @@ def seed_generators(seed: int, index: int) -> None:
 
 
 def require_pair(value: Any, what: str) -> None:
-    """Checks that `value` has inputs and targets: an item, or what a `collate_fn` made of several.
+    """Checks that `value`, an item or a batch that a `collate_fn` returned, has inputs and targets.
 
     Raises:
         TypeError: it is neither a pair nor a mapping; the message begins with `what`.
@@ -60,7 +60,7 @@ def require_pair(value: Any, what: str) -> None:
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
-    """Returns the two halves of a batch; a mapping is both: the model takes what it needs by name, so does the loss.
+    """Returns a batch's inputs and targets. A mapping is both: model and loss take what they need by name.
 
     Raises:
         TypeError: a `collate_fn` returned neither a pair nor a mapping.
@@ -70,10 +70,10 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
 
 
 def next_batch_size(num_left: int, wanted: int) -> int:
-    """Returns how many of an epoch's last `num_left` samples the next batch has, at most `wanted`, or 3.
+    """Returns the size of the next batch of an epoch with `num_left` samples left: at most `wanted`, or 3.
 
-    The last two batches share their samples where one sample would be left over, which batch norm could not take. The
-    larger half goes first, so that a schedule never counts fewer batches than were taken.
+    Batch norm cannot train on one sample. If one would be left over, the last two batches share their samples, the
+    larger half first, so that a schedule never counts fewer batches than were taken.
     """
     if num_left != wanted + 1:
         return min(wanted, num_left)
@@ -81,9 +81,9 @@ def next_batch_size(num_left: int, wanted: int) -> int:
 
 
 def map_tree(function: Callable[..., Any], *trees: Any) -> Any:
-    """Returns `function` of every leaf, of the trees' leaves in the same place when there are several.
+    """Applies `function` to every leaf, or to corresponding leaves of several trees; returns the tree of results.
 
-    Trees are what `default_collate` makes: mappings, lists, tuples and named tuples over tensors and lists of strings.
+    Trees are what `default_collate` makes: mappings, lists, tuples and named tuples of tensors and lists of strings.
     """
     first = trees[0]
     if isinstance(first, Mapping):
@@ -96,14 +96,14 @@ def map_tree(function: Callable[..., Any], *trees: Any) -> Any:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Returns a batch from the host on `device`, by copies that the host does not wait for."""
+    """Copies a batch from the host to `device`, asynchronously."""
     if device.type == "cuda":
         batch = map_tree(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, batch)
     return joined([batch], device)
 
 
 def joined(parts: Sequence[Any], device: torch.device) -> Any:
-    """Returns the parts' samples as one batch on `device`; pinned memory is left to be read when its turn comes.
+    """Concatenates the parts to one batch on `device`; copies from pinned memory are asynchronous.
 
     Raises:
         ValueError: the parts differ in type or shape.

@@ -1,4 +1,4 @@
-"""Where samples come from: anything that returns a batch for a vector of indices."""
+"""The interface to training data: a source returns a batch for a vector of indices."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class DataSource(ABC):
     """Samples addressed by index, so that any batch size can be drawn at any step."""
 
     streamed_because: str = ""
-    """Why samples given as tensors are read from the host all the same; empty where they are not."""
+    """Why samples given as tensors are streamed from the host, not held on the device; empty if they are not."""
     unpinned_because: str = ""
-    """Why samples that were to stay in the host's memory lie on the device all the same; empty where they do not."""
+    """Why samples lie on the device although host memory was requested; empty if they do not."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -26,30 +26,30 @@ class DataSource(ABC):
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Any, Any]:
         """Returns inputs and targets of the samples at `indices` (int64 [batch]).
 
-        `generator` drives augmentation and lives on the source's device; None asks for the plain samples. The model
-        takes a mapping of inputs by name, a tuple or list by position, anything else as it is; the loss takes targets
-        as they are.
+        `generator` drives augmentation and lives on the source's device; None disables augmentation. The model takes a
+        mapping of inputs by name, a tuple or list by position, anything else as one argument; the loss takes targets
+        unchanged.
         """
 
     def views(self, inputs: Any) -> Sequence[Any]:
-        """Returns the forms in which samples to be judged are shown to the model, as they are first.
+        """Returns the views of evaluation inputs that the model sees ("test-time augmentation"), the original first.
 
-        The outputs, tensors where there are several forms, are averaged ("test-time augmentation"). The source that is
-        asked is the one that `to` returns; a source around another passes the call on.
+        The model's outputs are averaged over the views; with several views they must be tensors. This is called on the
+        source that `to` returns; a wrapper passes the call on to its inner source.
         """
         return (inputs,)
 
     def reach(self, cursor: int, wanted: int) -> int:
-        """Returns how many samples there are from the `cursor`-th of a pass on, `wanted` at most.
+        """Returns how many samples a pass has from position `cursor` on, at most `wanted`.
 
-        Those before it are not asked for again in this pass.
+        Samples before `cursor` are not requested again in this pass.
         """
         return min(wanted, len(self) - cursor)
 
     def probe(self, num_samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """Returns the indices of samples to measure on, int64 [b], b at most `num_samples`, as many as there are.
+        """Returns indices of samples to measure on, int64 [b]: `num_samples` of them, or fewer if there are fewer.
 
-        A `generator` chooses them; None takes the first ones.
+        A `generator` draws them at random; None takes the first ones.
         """
         if generator is None:
             return torch.arange(min(num_samples, len(self)))
@@ -60,33 +60,33 @@ class DataSource(ABC):
         """Returns the same samples, delivered on `device`."""
 
     def kept_on_host(self, device: torch.device) -> DataSource:
-        """Returns the same samples, delivered on `device` and kept, where that can be, in memory of the host.
+        """Returns the same samples, delivered on `device` and, if possible, kept in host memory.
 
-        A source around another passes the call on; one that moves tensors of its own in `to` does so here, too.
+        A wrapper passes the call on. A source that moves its own tensors in `to` must do so here, too.
         """
         return self.to(device)
 
     @property
     def is_resident(self) -> bool:
-        """Whether `batch` works on the device alone, given indices that are there: no copy, no waiting, no host.
+        """Whether `batch`, given indices on the device, runs there alone: no copies, synchronization or host work.
 
-        A CUDA graph may then hold it. A source of which this is False gets its indices on the CPU.
+        A CUDA graph can then capture it. If False, `batch` gets its indices on the CPU.
         """
         return False
 
     def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:  # noqa: B027  # most read nothing ahead
-        """Takes notice of the samples asked for next, in batches of any size: int64 [n], each at most once.
+        """Announces the samples to be requested next, in batches of any size: int64 [n], each at most once.
 
-        `follows` says whether they come after those announced before, or in their place. `seed` fixes, together with
-        a sample's index, what random transforms make of it.
+        `follows` says whether they come after those announced before, or replace them. `seed` and a sample's index
+        together seed its random transforms.
         """
 
-    def set_epoch(self, epoch: int) -> None:  # noqa: B027  # most prepare a sample alike in all of them
-        """Takes notice of the pass over the samples, from 0, to which batches asked for from now on belong.
+    def set_epoch(self, epoch: int) -> None:  # noqa: B027  # most treat all epochs alike
+        """Sets the epoch, from 0, to which batches requested from now on belong.
 
-        The next order is announced before. A resident source that prepares samples by it keeps it in one tensor on the
-        device, for a captured step does not call `batch` again; a source around another passes the call on.
+        Its order is announced before. A resident source whose batches depend on the epoch keeps it in one tensor on the
+        device, because a replayed step does not call `batch`. A wrapper passes the call on to its inner source.
         """
 
     def close(self) -> None:  # noqa: B027  # most have nothing running
-        """Ends what runs to read ahead."""
+        """Stops prefetching."""

@@ -1,4 +1,4 @@
-"""A map-style data set as a source: read ahead, each batch on its way to the device while the last one trains."""
+"""Map-style data sets as a source: samples are prefetched, and each batch is copied while the last one trains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from triaccel_ray.data.data_source import DataSource
 from triaccel_ray.data.prefetch import EpochOrder, Workers
 
 _BATCHES_IN_FLIGHT = 8
-"""Batches the host may be ahead of the device: it stays busy, and the copies that await it stay few."""
+"""Batches that the host may be ahead of the device: enough to keep it busy, with few pending copies."""
 
 
 class _Copied(NamedTuple):
@@ -28,20 +28,19 @@ class _Copied(NamedTuple):
     batch: Any
     size: int
     done: torch.cuda.Event | None
-    """None where there was nothing to wait for."""
+    """None if there is nothing to wait for."""
 
 
 class DatasetSource(DataSource):
     """An ordinary map-style PyTorch data set, read sample by sample and collated as `DataLoader` would.
 
-    Items are (input, target) pairs, or mappings such as {"input_ids": ..., "labels": ...}. Of a mapping the model gets
-    the batch by name, labels included, and the loss the same batch as its targets: a model that computes its own loss
-    is trained by `lambda outputs, batch: outputs.loss`, any other by one that looks up `batch["labels"]`.
+    Items are (input, target) pairs, or mappings such as {"input_ids": ..., "labels": ...}. With mappings, the model
+    gets the batch by name, labels included, and the loss gets the same batch as targets. A model that computes its own
+    loss trains with `lambda outputs, batch: outputs.loss`, any other with a loss that looks up `batch["labels"]`.
 
-    Training reads ahead of itself, in worker processes, and a GPU gets each batch by a copy that overlaps with the
-    step before it. A random transform in the data set that draws from the global generators of Python, PyTorch or
-    NumPy gives the same whatever the batch sizes, the number of workers and the moment at which a run was resumed;
-    one that keeps a generator of its own does not.
+    Worker processes prefetch samples, and the copy of a batch to a GPU overlaps with the step before it. Random
+    transforms that draw from the global generators of Python, PyTorch or NumPy are reproducible: batch sizes, the
+    number of workers, and resuming a run do not change them. Transforms with a generator of their own are not.
     """
 
     def __init__(
@@ -52,10 +51,10 @@ class DatasetSource(DataSource):
         num_workers: int | None = None,
         collate_fn: Collate | None = None,
     ) -> None:
-        """Wraps `dataset`, of any items with a `collate_fn`, which makes a pair or a mapping of a list of them.
+        """Wraps `dataset`. A `collate_fn` turns a list of items, then of any type, into a pair or a mapping.
 
-        `num_workers` processes read ahead; 0 reads in this process, when a batch is asked for. None means 0 for a
-        CPU, which is busy training, and for a GPU one less than the CPUs at hand, 4 at most. Processes are forked on
+        `num_workers` processes prefetch; 0 reads in this process, when a batch is requested. None means 0 for a CPU,
+        which is busy training, and for a GPU one less than the available CPUs, at most 4. Processes are forked on
         Linux: the data set is not copied, and must not use CUDA.
 
         Raises:
@@ -80,7 +79,7 @@ class DatasetSource(DataSource):
         self._deliver_on(device or torch.device("cpu"))
 
     def _deliver_on(self, device: torch.device) -> None:
-        """Reads nothing and starts no process before the first announced batch; with no workers none ever."""
+        """Sets the device; reads nothing, and starts no worker before the first announced batch."""
         num_workers = _default_workers(device) if self._num_workers is None else self._num_workers
         is_cuda = device.type == "cuda"
         self._device = device
@@ -90,7 +89,7 @@ class DatasetSource(DataSource):
         self._order: EpochOrder | None = None
         self._following: EpochOrder | None = None
         self._seed: int | None = None
-        """Of the pass that the last batch belongs to."""
+        """Seed of the pass that the last batch belongs to."""
         self._prefetched: _Copied | None = None
         self._copy_stream = torch.cuda.Stream(device) if is_cuda else None
         self._in_flight: deque[torch.cuda.Event] = deque()
@@ -100,7 +99,7 @@ class DatasetSource(DataSource):
         return len(self._dataset)  # type: ignore[arg-type]  # torch's Dataset leaves __len__ to its subclasses
 
     def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:
-        """Makes known which samples will be asked for, int64 [n]: after those announced before, or in their place."""
+        """Announces the samples to be requested, int64 [n]: after those announced before, or in their place."""
         announced = EpochOrder(order.cpu(), seed)
         if follows and self._order is not None:
             self._following = announced
@@ -111,8 +110,8 @@ class DatasetSource(DataSource):
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Any, Any]:
         """Returns the collated samples at `indices`; the data set does its own augmentation.
 
-        Samples other than the announced ones, such as a batch's a second time, are read at once, in this process, and
-        come out the same: random transforms are seeded by pass and sample.
+        Samples that are not next in the announced order, such as a repeated batch, are read at once in this process.
+        They come out the same, because random transforms are seeded by pass and sample.
         """
         indices = indices.cpu()
         order = next((each for each in (self._order, self._following) if each and each.continues_with(indices)), None)
@@ -129,7 +128,7 @@ class DatasetSource(DataSource):
         if order.num_left == 0 and self._following is not None:
             following = self._following
             self._begin(following)
-            if self._workers is not None:  # the first chunks are read while this batch is computed with
+            if self._workers is not None:  # read the first chunks while this batch trains
                 self._workers.start(following)
         return inputs_and_targets(batch)
 
@@ -140,7 +139,7 @@ class DatasetSource(DataSource):
         return same
 
     def close(self) -> None:
-        """Ends the worker processes, as dropping the last reference to this source does too; a batch starts others."""
+        """Ends the worker processes, as does dropping the last reference to this source; a batch starts new ones."""
         self._prefetched = None
         if self._workers is not None:
             self._workers.close()
@@ -149,7 +148,7 @@ class DatasetSource(DataSource):
         self._order, self._following, self._prefetched = order, None, None
 
     def _next_batch(self, order: EpochOrder, size: int, workers: Workers) -> Any:
-        """Returns the order's next samples and, on a GPU, sets out with the batch after them."""
+        """Returns the order's next samples and, on a GPU, starts to copy the batch after them."""
         copied = self._prefetched
         self._prefetched = None
         if copied is None or copied.size != size:
@@ -159,11 +158,11 @@ class DatasetSource(DataSource):
         if copied.done is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied.done)
-            # The memory belongs to the side stream, which must not fill it again before this stream is done with it.
+            # The memory belongs to the side stream, which must not reuse it before this stream is done with it.
             map_tree(lambda leaf: leaf.record_stream(stream) if isinstance(leaf, Tensor) else None, copied.batch)
             self._limit_in_flight(stream)
             if order.num_left:
-                # What does not fit beside the present batch is copied when its turn comes.
+                # A batch that does not fit beside the current one is copied when it is requested.
                 with suppress(torch.OutOfMemoryError):
                     self._prefetched = self._copy(order, next_batch_size(order.num_left, size), workers)
         return copied.batch
@@ -179,7 +178,7 @@ class DatasetSource(DataSource):
         return _Copied(batch, size, done)
 
     def _limit_in_flight(self, stream: torch.cuda.Stream) -> None:
-        """Waits while the device has several batches before it; else their copies would fill its memory."""
+        """Waits while the device is too many batches behind; else their copies would fill its memory."""
         reached = torch.cuda.Event()
         reached.record(stream)
         self._in_flight.append(reached)

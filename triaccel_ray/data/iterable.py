@@ -1,4 +1,4 @@
-"""Samples that come one after the other: an iterable data set, in batches of any size, resumable."""
+"""Iterable data sets as a source, with batches of any size and resumable passes."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from triaccel_ray.data.data_source import DataSource
 from triaccel_ray.data.prefetch import item_loader, iterate
 
 NUM_KEPT = 128
-"""Samples of the first pass that are kept, to measure on."""
+"""Samples of the first pass that are kept for measurements."""
 
 
 class IterableSource(DataSource):
     """An iterable data set: samples come in its own order, and an epoch ends when they do.
 
-    Its items, and `collate_fn`, are what they are for a `DatasetSource`; random transforms are seeded likewise. Before
-    each pass its `set_epoch(epoch)` is called, if it has one. Where it has `state_dict` and `load_state_dict`, which
-    count a sample before it is yielded, a run can be resumed within an epoch, otherwise between epochs alone. What a
-    step needs from other samples than its own, such as curvature, is measured on the first 128.
+    Items, `collate_fn` and the seeding of random transforms are as in `DatasetSource`. Before each pass the data set's
+    `set_epoch(epoch)` is called, if it has one. A run can be resumed within an epoch if the data set has `state_dict`
+    and `load_state_dict`, which count a sample before it is yielded; otherwise only between epochs. Measurements
+    beside the training step, such as curvature, use the first 128 samples.
     """
 
     def __init__(self, dataset: Iterable[Any], *, num_workers: int = 0, collate_fn: Collate | None = None) -> None:
-        """Wraps `dataset`, read in this process, or by `num_workers`, each of which iterates over a copy of it.
+        """Wraps `dataset`, read in this process, or by `num_workers` processes that each iterate over a copy of it.
 
-        Several of them have to share the samples out, by `torch.utils.data.get_worker_info()`.
+        With several workers, the data set must split its samples by `torch.utils.data.get_worker_info()`.
 
         Raises:
-            TypeError: the data set can be iterated over once only; or it is for workers, and no `IterableDataset`.
+            TypeError: the data set can be iterated over only once, or has workers but is no `IterableDataset`.
         """
         name = type(dataset).__name__
         if isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset):
@@ -59,24 +59,24 @@ class IterableSource(DataSource):
         self._kept: list[Any] = []
         self._held: deque[Any] = deque()
         self._start = 0
-        """The number, in its pass, of the first sample that is held."""
+        """Position in the pass of the first sample that is held."""
         self._states: deque[tuple[int, Any]] = deque()
-        """Numbers of samples, and the data set's states before them; None for its beginning."""
+        """Positions of samples, and the data set's states before them; None for its beginning."""
 
     @property
     def expected_samples(self) -> int:
-        """How many samples the data set says that a pass has; 0 where it does not."""
+        """Samples of a pass by the data set's `__len__`; 0 if it has none."""
         return len(self._dataset) if isinstance(self._dataset, Sized) else 0
 
     def __len__(self) -> int:
-        """Raises TypeError: the length is known at the end of a pass."""
+        """Raises TypeError: the length is known only at the end of a pass."""
         raise TypeError(
             f"{self._name} is iterable, of no known length: must be a map-style data set here, with __len__ and "
             "__getitem__; a ControlLoop of your own trains on it, and evaluates on it"
         )
 
     def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:
-        """Takes notice of the next pass's `seed`; its order is the data set's own."""
+        """Stores the `seed` of the next pass; the order is the data set's own."""
         self._seed = seed
 
     def set_epoch(self, epoch: int) -> None:
@@ -85,7 +85,7 @@ class IterableSource(DataSource):
             self._begin(epoch, 0, None)
 
     def reach(self, cursor: int, wanted: int) -> int:
-        """Returns how many samples there are from the `cursor`-th of this pass on, `wanted` at most.
+        """Returns how many samples this pass has from position `cursor` on, at most `wanted`.
 
         Raises:
             ValueError: the pass has no sample at all.
@@ -97,7 +97,7 @@ class IterableSource(DataSource):
         if end < cursor + wanted:
             if self._is_resumable and end > self._states[-1][0]:
                 self._states.append((end, self._state()))
-            with preserved_random_states(cuda=False):  # dropout draws from the same
+            with preserved_random_states(cuda=False):  # dropout draws from the same generators
                 for number in range(end, cursor + wanted):
                     seed_generators(self._pass[1], number)
                     sample = next(self._iterator, self)
@@ -118,13 +118,13 @@ class IterableSource(DataSource):
         return min(wanted, len(self._held))
 
     def probe(self, num_samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """Returns indices of samples of the first pass, always the same: negative ones, from -1 downwards."""
+        """Returns indices of samples kept from the first pass, always the same: -1, -2, and so on."""
         if not self._kept:
             self.set_epoch(0)
         return -1 - torch.arange(min(num_samples, len(self._kept)))
 
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Any, Any]:
-        """Returns samples that `reach` or `probe` has named, collated."""
+        """Returns the collated samples at `indices`, which `reach` or `probe` must have made available."""
         numbers = indices.tolist()
         samples = [self._kept[-1 - number] if number < 0 else self._held[number - self._start] for number in numbers]
         if self._collate is None:
@@ -134,7 +134,7 @@ class IterableSource(DataSource):
         return inputs_and_targets(moved(batch, self._device))
 
     def state_at(self, cursor: int) -> list[Any] | None:
-        """Returns what `resume` needs: a sample's number, and the data set's state there; None at the beginning.
+        """Returns what `resume` needs: a sample's position, and the data set's state there; None at the beginning.
 
         Raises:
             ValueError: the data set has no state to save.
@@ -150,10 +150,10 @@ class IterableSource(DataSource):
         )
 
     def resume(self, epoch: int, cursor: int, state: list[Any] | None) -> None:
-        """Goes on where `state_at` was asked, in the pass of `epoch`; without a state the next pass begins anew.
+        """Continues the pass of `epoch` at `cursor`, from `state_at`; without a state the next pass starts over.
 
         Raises:
-            ValueError: the data set cannot take the state, or has fewer samples.
+            ValueError: the data set cannot load the state, or has fewer samples.
         """
         if state is None:
             self.close()
@@ -176,7 +176,7 @@ class IterableSource(DataSource):
         return moved
 
     def close(self) -> None:
-        """Ends the present pass, and the processes that read it."""
+        """Ends the current pass and its worker processes."""
         self._iterator, self._pass, self._start = iter(()), None, 0
         self._held.clear()
         self._states.clear()
@@ -185,9 +185,9 @@ class IterableSource(DataSource):
         return copy.deepcopy(self._dataset.state_dict())
 
     def _begin(self, epoch: int, start: int, state: Any) -> None:
-        """Begins a pass before its sample of the number `start`; the data set's state is None at its beginning."""
+        """Begins a pass at position `start`, where the data set has `state`; None at its beginning."""
         if state is None and not self._is_exhausted:
-            state = self._first_state  # else some would go on after the samples that they have given
+            state = self._first_state  # else some would continue where they stopped
         self.close()
         self._is_exhausted = False
         self._pass, self._start = (epoch, self._seed), start

@@ -1,4 +1,4 @@
-"""Worker processes that read a data set's samples ahead, in the order in which they will be asked for."""
+"""Worker processes that prefetch a data set's samples, in the order in which they will be requested."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from triaccel_ray.data.batches import Collate, map_tree, next_batch_size, read
 CHUNK_SIZES = range(32, 513)
 """Samples that a worker process may read at a time."""
 _CHUNK_BYTES = 4 * 2**20
-"""Target size of a chunk: passing one on costs a millisecond, whatever its size, and takes shared memory."""
+"""Target size of a chunk: handing one over costs a millisecond, whatever its size, and takes shared memory."""
 _CHUNKS_AHEAD = 2
 """Chunks a worker keeps ready."""
 
 
 @dataclass
 class EpochOrder:
-    """Samples that will be asked for one after the other."""
+    """The order in which samples will be requested, and the position in it."""
 
     indices: Tensor
     """int64 [n], on the CPU."""
     seed: int
-    """Of the pass over the data set, for its random transforms."""
+    """Seed of the pass over the data set, for its random transforms."""
     cursor: int = 0
-    """Samples handed over."""
+    """Samples delivered so far."""
 
     @property
     def num_left(self) -> int:
-        """Samples that have not been handed over."""
+        """Samples not yet delivered."""
         return len(self.indices) - self.cursor
 
     def continues_with(self, indices: Tensor) -> bool:
-        """Returns whether these samples, at least one, are the next ones."""
+        """Returns whether `indices`, at least one, are the next samples."""
         return len(indices) > 0 and torch.equal(self.indices[self.cursor : self.cursor + len(indices)], indices)
 
 
 class Workers:
-    """Processes that read an order in chunks, and the samples that came back and await their batch.
+    """Worker processes that read an order in chunks, and a buffer of the samples that they return.
 
-    Chunks are cut and joined to batches of any size, unless they come from a `collate` of the user's, which may pad
-    them, or mix their samples: then a chunk is a batch, and another size than the last begins anew at the cursor.
+    Chunks are cut and joined to batches of any size. A user's `collate` may pad or mix samples, so with one a chunk is
+    a batch, and a new batch size restarts reading at the cursor.
     """
 
     def __init__(self, dataset: Dataset[Any], num_workers: int, *, collate: Collate | None, pinned: bool) -> None:
@@ -67,10 +67,10 @@ class Workers:
         self._loader: DataLoader[Any] | None = None
         self._iterator: Iterator[tuple[int, Any]] = iter(())
         self._parts: deque[tuple[int, Any]] = deque()
-        """Number of samples and batch, one chunk or what is left of it."""
+        """Number of samples, and the samples, of each chunk or the rest of one."""
 
     def start(self, order: EpochOrder) -> None:
-        """Begins to read at the order's cursor; what was read for another is dropped."""
+        """Starts to read at the order's cursor; samples read for another order are dropped."""
         self._parts.clear()
         self._chunks.order = order
         if self._loader is None:
@@ -78,7 +78,7 @@ class Workers:
         self._iterator = iterate(self._loader)
 
     def peek(self, order: EpochOrder, num: int) -> list[Any]:
-        """Returns the order's next `num` samples in one or more parts; they stay until they are dropped."""
+        """Returns the order's next `num` samples in one or more parts; they stay until `drop`."""
         if self._chunks.order is not order or (self._has_collate and self._next_size() != num):
             self._chunks.batch_size = num if self._has_collate else None
             self.start(order)
@@ -93,7 +93,7 @@ class Workers:
         return parts
 
     def drop(self, num: int) -> None:
-        """Gives up the next `num` samples, which `peek` has returned."""
+        """Removes the next `num` samples, which `peek` has returned, from the buffer."""
         while num:
             size, batch = self._parts.popleft()
             if size > num:
@@ -113,7 +113,7 @@ class Workers:
         return self._parts[0][0]
 
     def _pull(self) -> None:
-        """Takes in the next chunk."""
+        """Adds the next chunk to the buffer."""
         try:
             self._parts.append(next(self._iterator))
         except Exception as error:
@@ -123,7 +123,7 @@ class Workers:
 
 
 class _ChunkReader(Dataset[Any]):
-    """A data set of chunks, each an item: how `DataLoader` hands them to its worker processes."""
+    """A data set whose items are chunks, so that `DataLoader` hands whole chunks to its worker processes."""
 
     def __init__(self, dataset: Dataset[Any], collate: Collate | None) -> None:
         self._dataset, self._collate = dataset, collate
@@ -135,22 +135,22 @@ class _ChunkReader(Dataset[Any]):
 
 
 class ChunkSampler:
-    """Deals out an order from its cursor on; the sampler of a `DataLoader`, which begins anew with each order."""
+    """Sampler of a `DataLoader` that yields an order's chunks from its cursor on; iterated anew for each order."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers, self._size = num_workers, CHUNK_SIZES.start
         self.order: EpochOrder | None = None
         self.batch_size: int | None = None
-        """Samples of each chunk, where a chunk is a batch."""
+        """Samples of each chunk if a chunk is a batch, else None."""
 
     def __iter__(self) -> Iterator[tuple[list[int], int]]:
-        """Returns the chunks that are left, each cut only when a worker can take it."""
+        """Yields the remaining chunks as (indices, seed), each cut only when a worker can take it."""
         if self.order is None:
             return
         order, start = self.order, self.order.cursor
-        # An order in few chunks would leave processes idle at its end.
+        # With few chunks, processes would idle at the end of an order.
         largest = max(len(order.indices) // (4 * self._num_workers), CHUNK_SIZES.start)
-        size = self.batch_size  # of the first; of the others what is taken at the end of an epoch
+        size = self.batch_size  # of the first chunk; later ones follow `next_batch_size`
         while start < len(order.indices):
             indices = order.indices[start : start + (size or min(self._size, largest))]
             start += len(indices)
@@ -159,7 +159,7 @@ class ChunkSampler:
                 size = next_batch_size(len(order.indices) - start, self.batch_size)
 
     def adapt(self, num_samples: int, batch: Any) -> None:
-        """Chooses the size of the chunks to come by the bytes of this chunk's samples."""
+        """Chooses the size of later chunks by the bytes of this chunk's samples."""
         leaves: list[Any] = []
         map_tree(leaves.append, batch)
         num_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
@@ -168,9 +168,9 @@ class ChunkSampler:
 
 
 def item_loader(dataset: Dataset[Any], num_workers: int, **options: Any) -> DataLoader[Any]:
-    """Returns a loader whose worker processes hand over the data set's items as they are."""
-    # Any data set can be forked, local classes and lambdas too, and its memory is shared. A child of a process that
-    # uses CUDA must not: these read samples on the CPU and do nothing else.
+    """Returns a loader whose worker processes return the data set's items unchanged."""
+    # Forking works for any data set, local classes and lambdas too, and shares its memory. A child of a process that
+    # uses CUDA must not use CUDA itself: these only read samples on the CPU.
     context = "fork" if sys.platform == "linux" else None
     return DataLoader(
         dataset,
@@ -183,7 +183,7 @@ def item_loader(dataset: Dataset[Any], num_workers: int, **options: Any) -> Data
 
 
 def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Returns the loader's items, from the first on, without Python's warning of forking where threads run."""
+    """Returns a new iterator over the loader, without Python's warning about forking while threads run."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
         return iter(loader)

@@ -30,26 +30,26 @@ class Sampler:
         self._cursor = 0
         self._is_stream = isinstance(source, IterableSource)
         self._num_taken = 0
-        """In all epochs, of a stream."""
+        """Samples taken in all epochs; used for streams."""
         self.num_samples = source.expected_samples if isinstance(source, IterableSource) else len(source)
-        """Of an epoch; of a stream the last one's, and 0 in the first where the data set does not say."""
+        """Samples of an epoch; for a stream those of the last epoch, and 0 in the first if its length is unknown."""
         self._order = self._announced_order(follows=False)
         self._source_epoch: int | None = None
-        """The epoch that the source knows its batches to belong to."""
-        # Augmentation draws where the data is; PyTorch's generators differ between devices, so do its crops.
+        """The epoch last given to the source by `set_epoch`."""
+        # Augmentation draws on the data's device. PyTorch's generators differ between devices, so do the crops.
         self.generator = torch.Generator(device=device).manual_seed(seed)
 
     @property
     def position(self) -> float:
-        """Passes over the samples, fractional; a stream's first counts once it is over, unless its length is known."""
+        """Passes over the samples, fractional; a stream of unknown length counts its first pass once that is over."""
         if self._is_stream:
             return self.epoch + (min(self._cursor / self.num_samples, 0.999) if self.num_samples else 0.0)
         return self.epoch + self._cursor / self.num_samples
 
     def num_batches(self, batch_size: int) -> int:
-        """Returns how many steps in batches of `batch_size` lead here: ceil(samples / `batch_size`) for a whole epoch.
+        """Returns how many steps of `batch_size` lead to this position: ceil(samples / `batch_size`) for each epoch.
 
-        Within an epoch as many as its share of the samples, rounded down; of a stream all samples / `batch_size`.
+        A partial epoch counts in proportion to its samples, rounded down. A stream counts all samples // `batch_size`.
         """
         if self._is_stream:
             return self._num_taken // batch_size
@@ -58,15 +58,15 @@ class Sampler:
 
     @property
     def at_epoch_start(self) -> bool:
-        """Whether no sample of the present epoch has been taken."""
+        """Whether no sample of the current epoch has been taken."""
         return self._cursor == 0
 
     def take(self, num_samples: int) -> Tensor:
         """Returns the indices of the next samples, int64 [num_samples], fewer at the end of an epoch.
 
-        They are on the device for a source that is resident there, views of the epoch's order; else on the CPU.
-        Where one sample would be left over, which batch normalisation could not take, the last two batches share their
-        samples evenly; only of 3 samples taken by 2 all come at once. After the last sample the next epoch begins.
+        For a resident source they are on the device, as views of the epoch's order; else on the CPU. Batch
+        normalization cannot train on one sample. If one would be left over, the last two batches share their samples
+        evenly, and 3 samples taken by 2 form one batch. After the last sample the next epoch begins.
         """
         if self._source_epoch != self.epoch:
             self.source.set_epoch(self.epoch)
@@ -84,27 +84,27 @@ class Sampler:
         return indices
 
     def end_epoch(self) -> None:
-        """Leaves out what is left of the present epoch; not of a stream."""
+        """Skips the rest of the current epoch; not for streams."""
         if self._cursor:
             self.epoch += 1
             self._cursor = 0
             self._order = self._announced_order(follows=False)
 
     def placed(self, indices: Tensor) -> Tensor:
-        """Returns indices from the CPU where the source wants them, without having the host wait for the device."""
+        """Returns indices on the device where the source needs them; the host does not wait for the copy."""
         if not self.source.is_resident or self._device.type != "cuda":
             return indices
         return indices.pin_memory().to(self._device, non_blocking=True)
 
     def close(self) -> None:
-        """Ends what the source may have running to read ahead."""
+        """Stops the source's prefetching."""
         self.source.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position and the augmentation's random state.
 
         Raises:
-            ValueError: a stream without a state to save is within an epoch.
+            ValueError: a stream that cannot save its state is within an epoch.
         """
         return {
             "epoch": self.epoch,
@@ -117,7 +117,7 @@ class Sampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to the position that `state_dict` returned.
+        """Restores the position and random state that `state_dict` returned.
 
         Raises:
             ValueError: the state belongs to a data set of another size.
@@ -135,7 +135,7 @@ class Sampler:
         self.generator.set_state(state["generator"])
 
     def _announced_order(self, *, follows: bool) -> Tensor:
-        """Returns the present epoch's order, int64 [n], and announces what is left of it."""
+        """Returns the current epoch's order, int64 [n], and announces its remaining samples."""
         seed = _seed_of(self._seed, self.epoch)
         order = epoch_order(0 if self._is_stream else self.num_samples, seed=self._seed, epoch=self.epoch)
         self.source.announce(order[self._cursor :], seed=seed, follows=follows)
@@ -148,5 +148,5 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int) -> Tensor:
 
 
 def _seed_of(seed: int, epoch: int) -> int:
-    """Returns the seed of an epoch: a generator of its own, so that a position is enough to resume from."""
+    """Returns the seed of an epoch. Each epoch has its own generator, so a position is enough to resume from."""
     return (seed * 1_000_003 + epoch) % 2**63

@@ -1,4 +1,4 @@
-"""Samples in tensors, in data sets of PyTorch's and in what else users have, as sources."""
+"""Data sources for tensors, and conversion of PyTorch data sets, loaders and NumPy arrays to sources."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ Augment = Callable[[Tensor, torch.Generator], Tensor]
 
 
 class TensorSource(DataSource):
-    """Samples held whole in two tensors, on the device that trains if they fit there.
+    """Samples held in two tensors, on the training device if they fit there.
 
-    A subclass stays one wherever it moves. If its `batch` draws or waits on the host, its `is_resident` has to say so.
+    Moving keeps the class. If the `batch` of a subclass draws or waits on the host, `is_resident` must be False.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class TensorSource(DataSource):
     ) -> None:
         """Holds inputs [n, ...] and targets [n, ...].
 
-        `augment` acts on the raw inputs of a training batch, `prepare` (cast, normalise, resize) on every batch after
-        it. `capturable` says that both, where given, work on the device alone, without the host's waiting or
-        drawing; they may then become part of a CUDA graph.
+        `augment` acts on the raw inputs of training batches, then `prepare` (cast, normalize, resize) on those of
+        every batch. `capturable` declares that both run on the device alone, without waiting or drawing on the host,
+        so that a CUDA graph can capture them.
         """
         for name, part in (("inputs", inputs), ("targets", targets)):
             if not isinstance(part, Tensor):
@@ -68,7 +68,7 @@ class TensorSource(DataSource):
 
     @property
     def is_resident(self) -> bool:
-        """Whether no function of the user's stands in the way, or they are said to be capturable."""
+        """Whether there is neither `prepare` nor `augment`, or both are declared capturable."""
         return self._capturable or (self._prepare is None and self._augment is None)
 
     def __len__(self) -> int:
@@ -86,10 +86,10 @@ class TensorSource(DataSource):
         return inputs, self.targets[indices]
 
     def to(self, device: torch.device) -> DataSource:
-        """Returns a source whose tensors live on `device`; where they do not fit there, one that streams them.
+        """Returns a source whose tensors are on `device`, or one that streams them if they do not fit there.
 
         Raises:
-            torch.OutOfMemoryError: they do not fit, and are augmented or prepared by functions meant for whole batches.
+            torch.OutOfMemoryError: they do not fit, and `augment` or `prepare`, for whole batches, prevent streaming.
         """
         try:
             inputs, targets = self.inputs.to(device), self.targets.to(device)
@@ -108,9 +108,9 @@ class TensorSource(DataSource):
         return streamed
 
     def kept_on_host(self, device: torch.device) -> DataSource:
-        """Returns a source of which a GPU reads the inputs out of pinned memory; targets lie on `device`.
+        """Returns a source whose inputs a GPU reads from pinned host memory; targets are on `device`.
 
-        Where the host cannot pin as much, all of it lies on `device`, and `unpinned_because` says so.
+        If the host cannot pin as much, inputs are on `device`, too, and `unpinned_because` says why.
         """
         if device.type != "cuda" or self.inputs.is_cuda:
             return self.to(device)
@@ -129,12 +129,12 @@ class TensorSource(DataSource):
 
 
 def as_source(data: Any) -> DataSource:
-    """Returns `data` as a source: itself, an (inputs, targets) pair of tensors or arrays, a data set, a `DataLoader`.
+    """Converts a source, an (inputs, targets) pair of tensors or arrays, a data set or a `DataLoader` to a source.
 
     Of a `DataLoader` it takes the data set, `collate_fn` and `num_workers`; order and later batch sizes are the loop's.
 
     Raises:
-        TypeError: none of these.
+        TypeError: `data` is none of these.
         ValueError: a `DataLoader` chooses samples or batches in a way of its own, or has a `worker_init_fn`.
     """
     if isinstance(data, DataSource):
@@ -159,7 +159,7 @@ def _source_of(dataset: Any, num_workers: int | None = None, collate: Collate | 
 
 
 def _tensor_of(part: Any) -> Any:
-    """Returns an array of NumPy's as a tensor over the same memory; anything else as it is."""
+    """Returns a NumPy array as a tensor that shares its memory; anything else unchanged."""
     if "numpy" not in sys.modules or not isinstance(part, sys.modules["numpy"].ndarray):
         return part
     with warnings.catch_warnings():
@@ -199,7 +199,7 @@ def _source_of_loader(loader: DataLoader[Any]) -> DataSource:
 
 
 def default_config(data: Any) -> ControlConfig:
-    """Returns the defaults, which begin at the batch size of a `DataLoader`; 1 is what a loader has by default."""
+    """Returns the default settings, which start at a `DataLoader`'s batch size unless that is its default, 1."""
     config = ControlConfig()
     if isinstance(data, DataLoader) and data.batch_size not in (None, 1):
         config = replace(config, batch=config.batch.around(data.batch_size))

@@ -1,4 +1,4 @@
-"""Work that needs a store which may be out of reach: insisted on, or done in a thread beside those who train."""
+"""Runs work that needs a remote store, with retries: in the calling thread, or in the background."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import DiskFullError, StoreError
 
 PATIENCE_S = 60.0
-"""How long a store may be out of reach where a run begins or ends, until that counts as an error."""
+"""Seconds that a store may be unreachable when a run begins or ends; after that it is an error."""
 RETRY_S = 5.0
 
 _logger = logging.getLogger(__name__)
 
 
 def insist(work: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
-    """Does `work`, again and again while the store cannot be reached.
+    """Calls `work`, and retries it with backoff while it raises StoreError.
 
     Raises:
-        StoreError: it still could not be after `patience_s`.
+        StoreError: the store is still unreachable after `patience_s` seconds.
     """
     deadline, pause_s = time.monotonic() + patience_s, 0.2
     while True:
@@ -36,15 +36,15 @@ def insist(work: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
 
 
 class Background:
-    """Does one kind of work in a thread of its own, and again where the store, or room on the disk, is missing."""
+    """Runs `work` in a background thread; retries it if the store is unreachable or the disk is full."""
 
     def __init__(self, work: Callable[[], object], what: str, *, interval_s: float | None = None) -> None:
-        """Begins at once.
+        """Starts the thread.
 
         Args:
-            work: what to do.
-            what: names it in messages.
-            interval_s: pause after which it is done without being asked; None: never.
+            work: the function to call.
+            what: its name in messages.
+            interval_s: seconds after which it is called without a request; None: only on request.
         """
         self._work, self._what, self._interval_s = work, what, interval_s
         self._asked, self._is_ending = threading.Event(), False
@@ -53,16 +53,16 @@ class Background:
         self._thread.start()
 
     def ask(self) -> None:
-        """Has the work done soon; raises what has ended the thread."""
+        """Requests a call of `work` soon; raises the error that has ended the thread, if any."""
         if self._error is not None and not self._thread.is_alive():
             raise self._error
         self._asked.set()
 
     def stop(self, patience_s: float) -> None:
-        """Ends the thread; work that has not begun is not done any more.
+        """Ends the thread; requested work that has not begun is dropped.
 
         Raises:
-            StoreError: the thread still waits for the store after `patience_s`.
+            StoreError: the thread still waits for the store after `patience_s` seconds.
         """
         self._is_ending = True
         self._asked.set()
@@ -83,7 +83,7 @@ class Background:
                     _logger.warning("%s: %s. Work goes on, and is brought there later", self._what, error)
                 self._error = error
             except Exception as error:
-                if not isinstance(error, TakenOverError):  # which `ask` tells, and others may never be asked for
+                if not isinstance(error, TakenOverError):  # `ask` raises it, but may never be called for others
                     _logger.exception("%s: nothing more is brought to the store meanwhile", self._what)
                 self._error = error
                 return

@@ -1,13 +1,13 @@
-"""Copies of what a store holds: each file has one writer, who brings it there as a whole; all others take it.
+"""Copies files to and from a store. Each file has one writer, which uploads it whole; all others download it.
 
-A run is written in its training folder, on the machine where it trains (`training_folder`). A command writes into its
-working copy, on the machine where it was typed, and takes the logs of runs there (`mirror`). A copy has the size
-and time of its original, and what has the same is not copied again. What reads or writes a store raises StoreError
-while that is out of reach.
+A run writes to its training folder, on the machine where it trains (`training_folder`). A command writes to its
+working copy, on the machine where it was started, and downloads the logs of runs to it (`mirror`). A copy has the size
+and modification time of its original; files that agree in both are not copied again. Functions that access a store
+raise StoreError while it is unreachable.
 
-A checkpoint counts records of its log. So that whoever takes both finds at least as many in the log, a log is brought
-to the store before the checkpoint, but opened after it, and taken from the store after the checkpoint. The trained
-model is brought before the log and opened after it: a log that says how the run ended has the model beside it.
+A checkpoint counts the records of its log. Whoever downloads both must find at least as many in the log. So a log is
+uploaded before its checkpoint, but opened after it, and downloaded after it. The trained model is uploaded before the
+log and opened after it: if a log says how the run ended, the model is in the store.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp, Store
 
 LOG = (SPEC, ERROR, DAMAGED, REPLACED, EVENTS)
-"""What is needed to look at a run, not to go on with it; the log last, which says what the others hold."""
+"""Files to view a run, though not to resume it; the log is last because it says what the others hold."""
 RUN = (MODEL, *LOG, CHECKPOINT)
-"""What a run writes, in the order in which it is brought to the store. Everything else stays on its machine."""
+"""Files that a run uploads, in this order. Everything else stays on its machine."""
 PAGES = (SETTINGS, "found.json", "comparison.md", "report.html")
 WRITER = ".writer"
-"""Names the training folder that a run goes on in."""
+"""File in the store that names the training folder in which a run continues."""
 SETS = ("search.json", "comparison.json")
 COMMAND = (*SETS, "prepared.json", "choices.json", "trials.jsonl", "mlflow.json", *PAGES)
-"""What a command writes: what was asked for, found, suggested, recorded and reported; of one of SETS also its log."""
+"""Files that a command writes: request, results, suggestions, MLflow state, reports. With one of SETS also its log."""
 
 
 def push(
@@ -45,14 +45,14 @@ def push(
     *,
     before: Callable[[], None] = lambda: None,
 ) -> None:
-    """Brings those files of `folder` to the store, in this order, of which it has another version, or none.
+    """Uploads those `files` of `folder`, in this order, that the store lacks or has in another version.
 
-    `there` is what the store has at `place`. A traceback that is gone is empty there: nothing is deleted in a store.
-    `before` is called once before the first file is brought, and not at all where there is none.
+    `there` lists the store's files at `place`. Nothing is deleted in a store: a traceback that is gone here becomes an
+    empty file there. `before` is called once before the first upload, and not at all if there is none.
     """
     with contextlib.ExitStack() as open_files:
         news: dict[str, tuple[BinaryIO, int]] = {}
-        for file in reversed(files):  # a checkpoint first: what the log then holds is enough for it
+        for file in reversed(files):  # a checkpoint first: the log then holds all records it counts
             try:
                 source = open_files.enter_context((folder / file).open("rb"))
             except FileNotFoundError:
@@ -61,7 +61,7 @@ def push(
                 continue
             here = Stamp.of(os.fstat(source.fileno()))
             if here != there.get(file):
-                news[file] = source, here.size  # what a log gets from here on comes later
+                news[file] = source, here.size  # records appended from here on are uploaded later
         if news:
             before()
         for file, (content, num_bytes) in reversed(news.items()):
@@ -71,12 +71,12 @@ def push(
 
 
 def pull(place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[str, Stamp]) -> None:
-    """Takes those files from the store of which `folder` has another version, or none; an empty one stands for none.
+    """Downloads those `files` that `folder` lacks or has in another version; an empty one deletes the local file.
 
-    What a command has written here stays where it is newer: the command was killed, perhaps, before it could bring it.
+    A command's file that is newer here is kept: the command may have been killed before it could upload it.
 
     Raises:
-        DiskFullError: there is no room for them.
+        DiskFullError: the disk has no room for them.
     """
     for file in reversed(files):
         path, stamp = folder / file, there.get(file)
@@ -95,18 +95,18 @@ def pull(place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[
 
 
 def store_of(place: StoragePath) -> Store:
-    """Returns the store of a place that is in one."""
+    """Returns the store that `place` lies in."""
     assert place.uri is not None
     return Store(place.uri)
 
 
 @contextlib.contextmanager
 def saying_where(place: StoragePath, folder: Path) -> Iterator[None]:
-    """Has a StoreError say that everything is in `folder`, and how to bring it to the store."""
+    """Extends a StoreError of the body: says that the files are in `folder`, and which command uploads them."""
     try:
         yield
     except StoreError as error:
-        whole = place.name.partition("/")[0]  # of a search's trial, the search
+        whole = place.name.partition("/")[0]  # for a trial, its search
         words = shlex.join(["triaccel", "resume", whole, "--storage-path", place.storage])
         raise StoreError(
             f"not everything of {place} is in the store ({error}). Nothing is lost: it is in {folder} on this "

@@ -1,4 +1,4 @@
-"""What lies in the folder of a run, and how its files are written: whole, or not at all."""
+"""Names of the files in a run's folder, and atomic writes of them."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ T = TypeVar("T")
 
 CHECKPOINT = "checkpoint.pt"
 PREVIOUS = "checkpoint.previous.pt"
-"""The checkpoint before, for the case that the newest cannot be read."""
+"""The second newest checkpoint, used if the newest cannot be read."""
 MODEL = "model.pt"
 """The trained model: the `state_dict` of the model that the task returns, on the CPU."""
 EVENTS = "events.jsonl"
 DAMAGED = "events.damaged.jsonl"
-"""A log that could not be read to its end, set aside when its run went on."""
+"""A log that could not be read to its end, set aside when its run was resumed."""
 REPLACED = "events.replaced.jsonl"
-"""The log of a run that began again because no checkpoint could be read."""
+"""The old log of a run that started over because no checkpoint could be read."""
 SPEC = "spec.json"
 SETTINGS = "config.toml"
 """The options of a run, for --config."""
 ERROR = "error.txt"
-"""The traceback of what a run failed by."""
+"""The traceback of the error that ended a run."""
 BASELINES = "baselines"
-"""Folder of a search's runs that trials are judged by."""
+"""Folder of the baseline runs by which a search judges its trials."""
 FIGURES = "figures"
 """Folder of pictures."""
 
 
 def require_new(folder: Path) -> None:
-    """Returns if nothing is at `folder` yet.
+    """Checks that `folder` does not exist.
 
     Raises:
-        ValueError: something is; it is left as it is.
+        ValueError: it exists; it is left unchanged.
     """
     if folder.exists():
         raise _in_use(folder)
 
 
 def begin(folder: Path, file: str, spec: Any) -> None:
-    """Makes the folder of something new, with what was asked for in `file`; raises as `require_new`."""
+    """Creates a new folder and writes `spec` to `file` in it; raises as `require_new`."""
     require_new(folder)
     folder.mkdir(parents=True)
     write_value(folder / file, spec)
@@ -54,10 +54,10 @@ def begin(folder: Path, file: str, spec: Any) -> None:
 
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Makes `folder`, for nobody else to begin something of its name, and removes it where nothing was put into it.
+    """Creates `folder` to reserve its name, and removes it afterwards if it is still empty.
 
     Raises:
-        ValueError: something is there, or another process was first.
+        ValueError: it exists already, or another process was first.
     """
     try:
         folder.mkdir(parents=True)
@@ -71,7 +71,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def _in_use(folder: Path) -> ValueError:
-    """Returns what to raise where something is at `folder`: an empty one is of a command that has only begun."""
+    """Returns the error for an existing `folder`; an empty one belongs to a command that has only begun."""
     if folder.is_dir() and not any(folder.iterdir()):
         rule = "is empty: a command has just begun there, or was lost before it trained; delete it then"
         return ValueError(f"name = {folder.name!r}: {folder} {rule}, or choose another --name")
@@ -79,7 +79,7 @@ def _in_use(folder: Path) -> ValueError:
 
 
 def name_in_use(name: str, where: str) -> ValueError:
-    """Returns what to raise where `name` is asked for, and something is there."""
+    """Returns the error for a requested `name` that is taken already, at `where`."""
     return ValueError(
         f"name = {name!r}: {where} exists already and is left as it is; choose another --name, or go on with "
         f"`triaccel resume {name}`"
@@ -87,14 +87,14 @@ def name_in_use(name: str, where: str) -> ValueError:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes `text` to `path`, which holds either the old text or all of the new."""
+    """Writes `text` to `path` atomically: the file holds either the old text or all of the new."""
     partial_path = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial_path.write_text(text)
     partial_path.replace(path)
 
 
 def write_value(path: Path, value: Any) -> None:
-    """Writes a dataclass to `path` as JSON, as a whole; `read_value` reads it."""
+    """Writes a dataclass to `path` as JSON, atomically; `read_value` reads it."""
     write_atomically(path, json.dumps(encode(value), indent=2) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""The working copy of a command, and readers of a store; StoreError where that cannot be reached."""
+"""Keeps the working copies of commands in sync with a store; raises StoreError if it cannot be reached."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from triaccel_ray.service.storage.store import Stamp
 from triaccel_ray.service.storage.training_folder import TrainingFolder
 
 INTERVAL_S = 5.0
-"""Between two exchanges of a command with the store."""
+"""Seconds between two synchronizations of a command with the store."""
 
 _logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def mirrored(place: StoragePath, *, patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """Keeps the working copy of a command and the store alike meanwhile; does nothing for a place that is a folder.
+    """Syncs a command's working copy with the store while the body runs; does nothing if the storage is a folder.
 
-    What the command writes is brought to the store, the logs of runs are taken from it; before and afterwards also what
-    runs on this machine could not bring there. Where another process has taken the command's work over, it brings
-    nothing more.
+    Uploads the command's files, and downloads the logs of runs. Before and after the body it also uploads files that
+    runs on this machine could not. If another process has taken over the command's work, nothing more is uploaded.
 
     Args:
         place: a run, search or comparison.
-        patience_s: how long the store may be out of reach at the end.
+        patience_s: seconds that the store may be unreachable at the end.
 
     Raises:
-        StoreError: the store cannot be reached at the beginning or the end, or another command works on the place here.
+        StoreError: the store is unreachable at the start or end, or another command on this machine works on `place`.
     """
     if place.uri is None:
         yield
@@ -64,10 +63,10 @@ def mirrored(place: StoragePath, *, patience_s: float = PATIENCE_S) -> Iterator[
         try:
             yield
         except BaseException as error:
-            with contextlib.suppress(StoreError):  # what it could not bring, the last exchange below brings
+            with contextlib.suppress(StoreError):  # the last exchange below uploads what is missing
                 following.stop(5.0)
             if cause_of(error) != "taken_over":
-                try:  # not for long: who waits for a message should not wait for the store
+                try:  # briefly: the user is waiting for the error message
                     with saying_where(place, StoragePath(place.storage).folder):
                         insist(settle, min(patience_s, 5.0))
                 except (StoreError, DiskFullError) as failure:
@@ -79,7 +78,7 @@ def mirrored(place: StoragePath, *, patience_s: float = PATIENCE_S) -> Iterator[
 
 
 def bring(place: StoragePath, files: Sequence[str]) -> None:
-    """Brings files that a command has just written at `place` to the store; says so where that cannot be done."""
+    """Uploads files that a command has just written at `place`; logs a warning if it cannot."""
     if place.uri is not None:
         try:
             push(place, place.folder, files, store_of(place).files(place.name, recursive=False))
@@ -88,11 +87,11 @@ def bring(place: StoragePath, files: Sequence[str]) -> None:
 
 
 def pull_all(place: StoragePath) -> None:
-    """Takes everything at and below `place` but checkpoints and models, unless a command here does so all the time."""
+    """Downloads the files at and below `place`, without checkpoints and models, unless a command here already does."""
     if place.uri is None:
         return
     if not place.folder.exists():
-        _push_runs(place)  # one that began here, and of which nothing has come to the store yet
+        _push_runs(place)  # a run that began here and has uploaded nothing yet
     if folders := _folders(place):
         with contextlib.suppress(Timeout), _lock(place).acquire(timeout=0.0):
             for folder, there in folders:
@@ -100,16 +99,16 @@ def pull_all(place: StoragePath) -> None:
 
 
 def catch_up(place: StoragePath, patience_s: float = PATIENCE_S) -> None:
-    """Takes the logs of runs at and below `place`, wherever they are trained."""
+    """Downloads the logs of runs at and below `place`, wherever they train."""
     if place.uri is not None:
         insist(lambda: _pull_logs(place), patience_s)
 
 
 def require_unused(place: StoragePath) -> None:
-    """Returns if nothing is at `place` yet, neither here nor in the store.
+    """Checks that nothing exists at `place`, neither here nor in the store.
 
     Raises:
-        ValueError: something is; it is left as it is.
+        ValueError: something exists; it is left unchanged.
         StoreError: the store cannot be reached.
     """
     if place.uri is None:
@@ -122,7 +121,7 @@ def require_unused(place: StoragePath) -> None:
 
 def _pull_logs(place: StoragePath) -> None:
     for folder, there in _folders(place):
-        if not any(file in there for file in SETS):  # whose log is the command's
+        if not any(file in there for file in SETS):  # its command writes its log
             pull(folder, folder.folder, LOG, there)
 
 
@@ -135,7 +134,7 @@ def _push_commands(place: StoragePath) -> None:
 
 
 def _push_runs(place: StoragePath) -> None:
-    """Brings what runs could not bring to the store from this machine, unless they go on elsewhere."""
+    """Uploads files that runs on this machine could not upload, except for runs that continue elsewhere."""
     root = place.training_folder
     for log in sorted(root.rglob(EVENTS)):
         with contextlib.suppress(TakenOverError):

@@ -1,4 +1,4 @@
-"""Where things are kept: a folder, or a store that is named by a URI and has a working copy on every machine."""
+"""Storage locations: a folder, or a store that has a URI and a working copy on every machine."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ STORE_RULE: Final = (
     "hdfs://HOST:PORT/FOLDER or file:///FOLDER"
 )
 SCHEMES: Final = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
-"""Of the URIs that pyarrow's file systems know."""
+"""URI schemes that pyarrow's file systems support."""
 _SECRET_NAME = re.compile(r"[?&;][^=&;]*(secret|password|passwd|token|signature|sas|key)[^=&;]*=", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class StoragePath:
-    """A folder below the storage path, the same for all machines; as a value that travels between them.
+    """A folder below the storage path, as a value that means the same on every machine.
 
-    Runs need what a POSIX folder does: they append to logs, cut them and replace files at once. Where the storage is a
-    store that cannot, each machine works on copies, and `mirror` carries files to and fro.
+    Runs need a POSIX folder: they append to logs, truncate them, and replace files atomically. A store cannot do this,
+    so each machine works on local copies, which `mirror` keeps in sync.
     """
 
     storage: str
     """A folder, or the URI of a store: s3://BUCKET/FOLDER, gs://, abfs://, hdfs://, file:///, ..."""
     name: str = ""
-    """Folder below it, parts separated by slashes."""
+    """Folder below `storage`, its parts separated by slashes."""
 
     def __post_init__(self) -> None:
         rule = "must name a folder or the URI of a store; leave it out for the folder triaccel-runs"
@@ -49,12 +49,12 @@ class StoragePath:
 
     @classmethod
     def of(cls, folder: Path) -> StoragePath:
-        """Returns the place that is this folder itself."""
+        """Returns the storage path of a local folder."""
         return cls(str(folder.absolute().parent), folder.name)
 
     @property
     def uri(self) -> str | None:
-        """The store's URI; None where the storage is a folder."""
+        """The store's URI; None if the storage is a folder."""
         return self.storage if "://" in self.storage else None
 
     @property
@@ -65,7 +65,7 @@ class StoragePath:
 
     @property
     def training_folder(self) -> Path:
-        """Where a run of this name is trained on this machine: of a store, another folder than commands work on."""
+        """The folder in which this run trains on this machine; with a store, not the commands' working copy."""
         return self.folder if self.uri is None else working_copy(self.uri) / ".training" / self.name
 
     @property
@@ -75,7 +75,7 @@ class StoragePath:
 
     @property
     def parent(self) -> StoragePath:
-        """The place that holds this one."""
+        """The storage path one level up."""
         return StoragePath(self.storage, self.name.rpartition("/")[0])
 
     def __truediv__(self, name: str) -> StoragePath:
@@ -88,7 +88,7 @@ class StoragePath:
 
 
 def expanded(path: str | Path) -> Path:
-    """Returns the path with the home directory that its ~ stands for.
+    """Returns the path with ~ expanded to the home directory.
 
     Raises:
         ValueError: there is no such user.
@@ -100,22 +100,22 @@ def expanded(path: str | Path) -> Path:
 
 
 def is_plain_name(name: str) -> bool:
-    """Returns whether `name` names a folder inside another one, on every file system and in every store."""
+    """Returns whether `name` is a valid name of a single folder on every file system and in every store."""
     return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) is not None
 
 
 def working_copy(uri: str) -> Path:
-    """Returns the folder of this user on this machine for what is kept at `uri`: below XDG_CACHE_HOME, or ~/.cache."""
+    """Returns this user's local working copy of the store at `uri`, below XDG_CACHE_HOME or ~/.cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
     readable = re.sub(r"[^A-Za-z0-9._]+", "-", uri.partition("?")[0])[:60].strip("-.")
     return cache / "triaccel-ray" / f"{readable}-{hashlib.sha256(uri.encode()).hexdigest()[:10]}"
 
 
 def _require_no_secret(uri: str) -> None:
-    """Returns if the URI can be shown, stored and handed to other machines.
+    """Checks that the URI holds no secret: it is shown, stored and handed to other machines.
 
     Raises:
-        ValueError: a password or key stands in it; the message does not repeat it.
+        ValueError: it holds a password or key, which the message does not repeat.
     """
     signed_in = re.search(r"://.*:.*@", uri, re.DOTALL) or (uri.startswith("s3") and "@" in uri)
     if signed_in or _SECRET_NAME.search(uri):

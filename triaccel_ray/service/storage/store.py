@@ -1,4 +1,4 @@
-"""Files in an object store or another remote file system, whole ones alone, through pyarrow's file systems."""
+"""Reads and writes whole files in an object store or remote file system, through pyarrow's file systems."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from triaccel_ray.service.storage.storage_path import STORE_RULE
 
 BLOCK_BYTES = 4 * 2**20
 OBJECT_STORES = ("s3", "gcs", "abfs")
-"""pyarrow's names of those that have no folders, and replace a file as a whole when its writing ends."""
+"""pyarrow's names of object stores, which have no folders and replace a file atomically when its stream closes."""
 
 _PROBE = ".triaccel-write-test"
 _WAY_OUT = (
@@ -29,38 +29,38 @@ _WAY_OUT = (
 
 @dataclass(frozen=True)
 class Stamp:
-    """What tells one content of a file from another."""
+    """Size and modification time of a file, which identify its version."""
 
     size: int
     mtime_ns: int
 
     @classmethod
     def of(cls, status: os.stat_result) -> Stamp:
-        """Returns that of a local file."""
+        """Returns the stamp of a local file."""
         return cls(status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True)
 class Store:
-    """The folder that a URI names. pyarrow keeps connections, so this may be made anew at every use.
+    """The remote folder that a URI names; cheap to create, because connections are cached.
 
-    What cannot be done there raises StoreError, with the reason and the way out.
+    An operation that fails raises StoreError, with the reason and what to do.
     """
 
     uri: str
 
     def check(self, *, writable: bool) -> None:
-        """Returns if the store can be used; with `writable`, a small file was written, and the folder made."""
+        """Checks that the store can be used; with `writable`, creates the folder and writes a small test file."""
         with self._reached(must_exist=not writable) as (filesystem, root):
             if writable and not _exists(filesystem, root):
-                filesystem.create_dir(root, recursive=False)  # not more: a mount may be missing
+                filesystem.create_dir(root, recursive=False)  # not its parents: a mount may be missing
         if writable:
             self.write(_PROBE, io.BytesIO())
-            with contextlib.suppress(Exception):  # nothing else is ever deleted, so that need not be allowed
+            with contextlib.suppress(Exception):  # deleting need not be permitted: nothing else is deleted
                 filesystem.delete_file(f"{root}/{_PROBE}")
 
     def files(self, below: str, *, recursive: bool) -> dict[str, Stamp]:
-        """Returns the files in the folder `below`, which need not exist, by their paths within it."""
+        """Returns the stamps of the files in the folder `below`, by relative path; the folder need not exist."""
         from pyarrow import fs
 
         with self._reached() as (filesystem, root):
@@ -75,10 +75,10 @@ class Store:
             return str(source.read().decode())
 
     def read(self, name: str, target: Path) -> None:
-        """Copies a file to `target`, which holds either what it held or all of it.
+        """Downloads a file to `target`, which is replaced atomically.
 
         Raises:
-            OSError: there is no room on this machine's disk.
+            OSError: this machine's disk is full.
         """
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
@@ -95,8 +95,8 @@ class Store:
     def write(self, name: str, source: BinaryIO, num_bytes: int = 0) -> Stamp:
         """Replaces the file `name` by the next `num_bytes` of `source`, and returns its new stamp.
 
-        Whoever reads sees the old file or the new one: object stores replace a file as a whole; elsewhere it is written
-        under another name and moved. Only HDFS has no file for a moment then, between deleting and renaming.
+        Readers see the old file or the new one. Object stores replace a file atomically; elsewhere it is written under
+        another name and renamed. Only on HDFS the file is missing for a moment, between deletion and renaming.
         """
         with self._reached(is_disk_theirs=True) as (filesystem, root):
             path = written = f"{root}/{name}"
@@ -112,9 +112,9 @@ class Store:
 
     @contextlib.contextmanager
     def _reached(self, *, must_exist: bool = True, is_disk_theirs: bool = False) -> Iterator[tuple[Any, str]]:
-        """Yields the file system and the folder in it, and explains what goes wrong meanwhile.
+        """Yields the file system and the folder's path in it; turns errors of the body into StoreError.
 
-        A folder that is gone must not be taken for empty, nor made in a mount's place.
+        A missing folder is an error: it must not be taken for empty, nor be created in place of a missing mount.
         """
         filesystem, root = _open(self.uri)
         with _explained(self.uri, _WAY_OUT, is_disk_theirs=is_disk_theirs):
@@ -124,7 +124,7 @@ class Store:
 
 
 def _exists(filesystem: Any, root: str) -> bool:
-    """Returns whether the folder is there; an object store has none, and was asked for its bucket when opened."""
+    """Returns whether the folder exists; object stores have no folders, and `_open` has checked the bucket."""
     from pyarrow import fs
 
     return filesystem.type_name in OBJECT_STORES or filesystem.get_file_info(root).type is not fs.FileType.NotFound
@@ -132,10 +132,10 @@ def _exists(filesystem: Any, root: str) -> bool:
 
 @functools.cache
 def _open(uri: str) -> tuple[Any, str]:
-    """Returns the file system, and the path in it without a slash at its end.
+    """Returns the file system, and the path in it without a trailing slash.
 
     Raises:
-        StoreError: there is no such file system, or bucket.
+        StoreError: the file system or the bucket does not exist.
     """
     from pyarrow import fs
 
@@ -154,19 +154,19 @@ def _open(uri: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _explained(uri: str, way_out: str, *, is_disk_theirs: bool = True) -> Iterator[None]:
-    """Turns whatever is raised into a StoreError with `way_out`, this machine's full disk apart."""
+    """Turns any exception into a StoreError that ends with `way_out`, unless this machine's disk is full."""
     try:
         yield
     except StoreError:
         raise
-    except Exception as error:  # each file system, and each that fsspec lends, raises its own
+    except Exception as error:  # each file system, fsspec's included, raises errors of its own
         if is_disk_full(error) and not is_disk_theirs:
             raise
         raise StoreError(f"storage path = {uri!r}: {first_line(error)[:300]}; {way_out}") from error
 
 
 def _in_one_request(uri: str) -> str:
-    """Returns the URI that has small files written to S3 by one request, not by the three of a multipart upload."""
+    """Returns the URI with the option that writes small files to S3 in one request; a multipart upload takes three."""
     if not uri.startswith("s3://") or "allow_delayed_open=" in uri:
         return uri
     return f"{uri}{'&' if '?' in uri else '?'}allow_delayed_open=true"

@@ -1,8 +1,8 @@
-"""Where a run is trained on this machine, and its way from and to the store.
+"""The local folder in which a run trains, its synchronization with the store, and fencing of earlier writers.
 
-The store's file WRITER names the training folder that a run goes on in. That folder is ahead of the store; whoever
-trains in another one takes all files first, puts that one's name there with the first files that it brings, and so
-fences off whoever trained before. StoreError says that the store cannot be reached.
+The store's file WRITER names the training folder that owns the run; that folder may be ahead of the store. A process
+that trains in another folder first downloads all files. Its first upload puts its own folder's name into WRITER, which
+fences off the previous writer. StoreError means that the store cannot be reached.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from triaccel_ray.service.storage.store import Stamp
 
 
 class TrainingFolder:
-    """A run's folder while it trains; a place that is a folder is that itself, and nothing is copied."""
+    """The local folder of a run while it trains; nothing is copied if the storage is a folder itself."""
 
     def __init__(self, place: StoragePath, *, patience_s: float = PATIENCE_S) -> None:
-        """Does nothing yet; later, a store may be out of reach for `patience_s`."""
+        """Stores the arguments; `patience_s` is how long, in seconds, the store may be unreachable later."""
         self.path, self._place, self._patience_s = place.training_folder, place, patience_s
         self._writer_before: str | None = None
         self._pushing: Background | None = None
 
     def open(self, files: Sequence[str] = RUN) -> None:
-        """Takes what the store has of the run, which may have begun on another machine: `files`, or all."""
+        """Downloads `files` of the run, which may have begun on another machine, and starts background uploads."""
         if self._place.uri is not None:
             insist(lambda: self._take(files), self._patience_s)
             self._pushing = Background(self.push, str(self._place))
 
     def push_soon(self) -> None:
-        """Has what is new brought to the store, while training goes on.
+        """Requests an upload of changed files in the background.
 
         Raises:
-            TakenOverError: the run goes on in another training folder.
+            TakenOverError: the run continues in another training folder.
         """
         if self._pushing is not None:
             self._pushing.ask()
 
     def close(self) -> None:
-        """Brings everything to the store; may be called again.
+        """Uploads everything and ends background uploads; may be called again.
 
         Raises:
-            StoreError: the store cannot be reached; the message says where everything is, and how to bring it there.
-            TakenOverError: the run goes on in another training folder.
+            StoreError: the store cannot be reached; the message names the local folder, and the command to upload it.
+            TakenOverError: the run continues in another training folder.
         """
         pushing, self._pushing = self._pushing, None
         if pushing is not None:
@@ -62,13 +62,13 @@ class TrainingFolder:
                 insist(self.push, self._patience_s)
 
     def push(self) -> None:
-        """Brings what has changed here to the store.
+        """Uploads the files that have changed.
 
         Raises:
-            TakenOverError: the run goes on in another training folder.
+            TakenOverError: the run continues in another training folder.
         """
         if not any((self.path / file).exists() for file in RUN):
-            return  # a run that is refused must not use up its name
+            return  # a refused run must not reserve its name
         with FileLock(self.path / ".push.lock"):
             there, writer = self._there()
             own = self._own_name()
@@ -82,19 +82,19 @@ class TrainingFolder:
                 if writer != own:
                     name, content = f"{self._place.name}/{WRITER}", own.encode()
                     store_of(self._place).write(name, io.BytesIO(content), len(content))
-                self._writer_before = None  # even if a file then fails: from here on that one's name is a takeover
+                self._writer_before = None  # even if an upload fails: the earlier writer's name now means takeover
 
             push(self._place, self.path, RUN, there, before=take_over)
 
     def _take(self, files: Sequence[str]) -> None:
         there, self._writer_before = self._there()
         if self._writer_before is not None and self._writer_before != self._own_name():
-            for file in (EVENTS, *RUN, PREVIOUS):  # the run went on elsewhere, without these
+            for file in (EVENTS, *RUN, PREVIOUS):  # outdated: the run continued elsewhere
                 (self.path / file).unlink(missing_ok=True)
         pull(self._place, self.path, [file for file in files if not (self.path / file).exists()], there)
 
     def _there(self) -> tuple[dict[str, Stamp], str | None]:
-        """Returns what the store has of the run, and the name of its writer."""
+        """Returns the run's files in the store, and the name of its writer."""
         store, name = store_of(self._place), self._place.name
         there = store.files(name, recursive=False)
         return there, store.read_text(f"{name}/{WRITER}") if WRITER in there else None
@@ -109,7 +109,7 @@ class TrainingFolder:
 
 @contextlib.contextmanager
 def edited(place: StoragePath) -> Iterator[Path]:
-    """Its body writes to the log of a run that nobody trains, in the folder that it gets."""
+    """Yields the local folder of a run that is not training; uploads the log that the body has changed."""
     folder = TrainingFolder(place)
     folder.open(LOG)
     try:

@@ -1,4 +1,4 @@
-"""Following an event log that another process writes, puts another file in place of, and writes on."""
+"""Tails an event log that another process appends to, or replaces by another file."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from pathlib import Path
 from typing import BinaryIO
 
 BLOCK_BYTES = 2**20
-"""What is read at once; a line is never split."""
+"""Bytes read at once; a line is never split."""
 
 
 class LogTail:
-    """Yields the lines of one file that were not yielded before; again from the first after the file was cut back."""
+    """Yields the new lines of one file, like `tail -F`; starts over at the first line if the file was truncated."""
 
     def __init__(self, path: Path) -> None:
-        """Begins before the first line of the file at `path`, which need not exist yet."""
+        """Starts at the first line of `path`, which need not exist yet."""
         self.path = path
         self.last_line = b""
-        """Last whole line of what was read."""
+        """Last complete line read."""
         self.num_lines = 0
         """Lines read since the beginning of the file."""
         self.checksum = 0
-        """CRC-32 of these lines, their ends included."""
+        """CRC-32 of these lines, line ends included."""
         self._offset = 0
         self._seen: tuple[int, int, int] | None = None
 
     @property
     def changed(self) -> bool:
-        """Whether the file was written since its end was reached."""
+        """Whether the file has changed since its end was last reached."""
         return self._stamp() != self._seen
 
     def blocks(self) -> Iterator[list[bytes]]:
-        """Yields the new whole lines, without their ends, a block at a time.
+        """Yields the new complete lines, without line ends, in blocks.
 
-        A block counts as read once the next one is asked for: whoever fails on it gets it again.
+        A block counts as read once the next one is requested: a caller that fails on it gets it again.
         """
         stamp = self._stamp()
         if stamp is None:
@@ -51,7 +51,7 @@ class LogTail:
         self._seen = stamp
 
     def restart(self) -> None:
-        """Begins again before the first line."""
+        """Starts over at the first line."""
         self._offset, self.num_lines, self.checksum, self.last_line, self._seen = 0, 0, 0, b"", None
 
     def _read(self, file: BinaryIO) -> list[bytes]:
@@ -61,7 +61,7 @@ class LogTail:
     def _is_continued(self, file: BinaryIO) -> bool:
         """Returns whether the last line read is still where it was.
 
-        A file that was cut back may have grown past its old size since; its lines bear other times then.
+        Size alone does not show truncation: the file may have regrown since. Its new lines have other timestamps.
         """
         expected = self.last_line + b"\n" if self._offset else b""
         file.seek(self._offset - len(expected))

@@ -1,7 +1,7 @@
-"""What MLflow is told of each record of an event log: names and values, and nothing about how they get there.
+"""Maps records of an event log to MLflow metrics, params and tags.
 
-Metrics have the optimizer step as their step, those of an epoch too: curves of ticks and epochs share one axis, and
-the metric `epoch` says which step ended which epoch. What a run ends with is a metric `final/...` at step 0.
+Metrics of ticks and epochs are logged at the optimizer step, so that their curves share one axis. The metric `epoch`
+says which step ended which epoch. Final results are metrics named `final/...` at step 0.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from triaccel_ray.records.events import End, Epoch, Start, Tick
 from triaccel_ray.records.plan import Precision
 
 RESULT = "final/"
-"""Begins the names of what a run ends with."""
+"""Prefix of the metrics that hold a run's final results."""
 
 NAMED = ("task", "method", "seed", "kind", "space", "objective", "margin", "methods")
-"""Of what a start record says of its run: what is a parameter too."""
+"""Entries of a start record's `info` that become params, besides tags."""
 
 _ACTING_WHEN_OFF: Mapping[str, tuple[str, ...]] = {"precision": ("initial",), "batch": ("start",)}
-"""Part of the control loop -> its settings that act although nothing is adapted."""
+"""Part of the control loop -> its settings that apply even if the part is switched off."""
 
 _REFUSED = re.compile(r"[^\w.\- :/]")
-"""Characters that MLflow takes in no name."""
+"""Characters that MLflow does not allow in names."""
 
 
 def metrics_of(record: Tick | Epoch | End) -> dict[str, float]:
-    """Returns the metrics of one record; what was not measured is left out. 1 GB is 10^9 bytes."""
+    """Returns the metrics of one record, without values that were not measured. 1 GB is 10^9 bytes."""
     if isinstance(record, Tick):
         values = _tick_metrics(record)
     elif isinstance(record, Epoch):
@@ -47,9 +47,9 @@ def step_of(record: Tick | Epoch | End) -> int:
 
 
 def params_of(start: Start) -> dict[str, str]:
-    """Returns the settings that act: what tags say too, the control loop's with dots between levels, and the recipe.
+    """Returns the settings in effect: those in `NAMED`, the control loop's under dotted names, and the recipe.
 
-    A baseline is trained without the control loop. What stands for many runs has no settings of a single one.
+    A baseline trains without the control loop. A parent run has no settings of a single run.
     """
     method = start.info.get("method")
     settings: dict[str, Any] = {name: start.info[name] for name in NAMED if name in start.info}
@@ -64,7 +64,7 @@ def params_of(start: Start) -> dict[str, str]:
 
 
 def tags_of(start: Start) -> dict[str, str]:
-    """Returns what runs are filtered by, under the plain names that make good columns: task, method, seed, ..."""
+    """Returns the tags to filter runs by, under plain names that make good columns: task, method, seed, ..."""
     return {legal_name(name): value for name, value in start.info.items()}
 
 
@@ -119,7 +119,7 @@ def _epoch_metrics(epoch: Epoch) -> dict[str, float | None]:
 
 
 def _acting(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the settings, with dots between levels, without those of parts that are switched off."""
+    """Returns the settings under dotted names, without those that a switched-off part does not use."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         if not isinstance(value, Mapping):
@@ -132,5 +132,5 @@ def _acting(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """Whole numbers have no decimals, however they were read."""
+    """Returns the value as text; whole numbers have no decimals, even if they are floats."""
     return f"{value:.0f}" if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else str(value)

@@ -1,4 +1,4 @@
-"""MLflow's model registry: the trained model of a recorded run, once."""
+"""Registers the trained model of a recorded run in MLflow's model registry, once."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ ARTIFACT = "model"
 
 
 def register(tracker: Tracker, run_id: str, name: str, build: Callable[[], nn.Module], tags: Mapping[str, str]) -> str:
-    """Returns the version under which the model of the run `run_id` is registered as `name`; `build` makes the model.
+    """Registers the model that `build` returns as `name`, once for the run `run_id`; returns the version.
 
-    A version with the run's id and these `tags` is looked for first, so that a model is registered once however often
-    this is tried. One that a lost answer has made twice is deleted, unless it has an alias.
+    A version with the run's id and these `tags` is looked up first, so repeated calls register a model once. Duplicates
+    that a lost answer has caused are deleted, unless they have an alias.
 
     Raises:
-        Exception: whatever MLflow, its store, the network or `build` raise.
+        Exception: any error of MLflow, its store, the network or `build`.
     """
-    # `mlflow.pytorch.log_model` would go by MLflow's process-wide tracking URI, which is the user's.
+    # `mlflow.pytorch.log_model` would use MLflow's process-wide tracking URI, which is the user's.
     from mlflow.exceptions import MlflowException
 
     versions = _versions(tracker, run_id, name, tags)
@@ -48,27 +48,27 @@ def register(tracker: Tracker, run_id: str, name: str, build: Callable[[], nn.Mo
 
 
 def _versions(tracker: Tracker, run_id: str, name: str, tags: Mapping[str, str]) -> list[ModelVersion]:
-    """Returns the versions of the model `name` that were made of the run with these tags, oldest first."""
+    """Returns the versions of the model `name` that come from the run and have these tags, oldest first."""
     found = tracker.client.search_model_versions(f"run_id = '{run_id}'")
     ours = [each for each in found if each.name == name and tags.items() <= each.tags.items()]
     return sorted(ours, key=lambda version: int(version.version))
 
 
 def _upload(tracker: Tracker, run_id: str, model: nn.Module) -> str:
-    """Makes the model an artifact of the run, and returns where it is."""
+    """Uploads the model as an artifact of the run, and returns its URI."""
     import mlflow.pytorch
     from mlflow.models import Model
 
-    # It warns of pickle, the one format that keeps a module of any class.
+    # It warns about pickle, the only format that holds a module of any class.
     logging.getLogger("mlflow.pytorch").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of MLflow's own imports
+        warnings.simplefilter("ignore")  # from MLflow's own imports
         folder = Path(scratch, ARTIFACT)
         mlflow.pytorch.save_model(
             model,
             str(folder),
             mlflow_model=Model(artifact_path=ARTIFACT, run_id=run_id),
-            pip_requirements=mlflow.pytorch.get_default_pip_requirements(),  # else looked for by loading it elsewhere
+            pip_requirements=mlflow.pytorch.get_default_pip_requirements(),  # else inferred by loading it elsewhere
             serialization_format="pickle",
         )
         tracker.client.log_artifacts(run_id, str(folder), artifact_path=ARTIFACT)

@@ -1,4 +1,4 @@
-"""One run's event log on its way to one MLflow run, and what of it has arrived."""
+"""Ships one run's event log to one MLflow run, and remembers what has arrived."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ ARTIFACTS = (
     *(EVENTS, SPEC, "found.json", "comparison.json", "choices.json"),
     *("comparison.md", "report.html", ERROR, FIGURES),
 )
-"""What is uploaded of a run's folder when the run ends."""
+"""Files and folders of a run that are uploaded as artifacts when it ends."""
 
 LONGEST_PARAM = 6000
-"""Characters after which MLflow cuts a value."""
+"""Characters of a param's value that MLflow accepts; longer values are truncated."""
 
 LOCK_TIMEOUT_S = 10.0
 
 _STATUS: Mapping[str, str] = {
     "finished": "FINISHED",
-    "pruned": "FINISHED",  # as far as its search wanted it; any other status has a red cross in MLflow
+    "pruned": "FINISHED",  # it ended as its search intended; MLflow marks any other status with a red cross
     "stopped": "KILLED",
     "failed": "FAILED",
 }
@@ -46,37 +46,37 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """What a new MLflow run is called."""
+    """Name, key and tags of a new MLflow run."""
 
     experiment: str
     name: str
     key: str
-    """What the run is found by again, once completed by the time at which it began."""
+    """Key by which the run is found again; its start time is appended."""
     tags: Mapping[str, str] = field(default_factory=dict)
     is_parent: bool = False
-    """Whether other runs are shown under it: it has no epochs of its own, and whoever made it draws its page."""
+    """Whether it is the MLflow parent of other runs: it has no epochs, and its command writes its report page."""
     is_pruned: Callable[[], bool] = bool
-    """Returns whether a run that was stopped was stopped by its search."""
+    """Returns whether a stopped run was pruned by its search."""
     closing_tags: Callable[[], Mapping[str, str]] = dict
-    """Returns further tags for a run that has ended."""
+    """Returns the tags to add when the run ends."""
 
 
 class _CutBackError(Exception):
-    """The log has lost records that had arrived."""
+    """The log was truncated: it lacks records that were shipped before."""
 
 
 class Shipment:
-    """Ships one folder's log; every step may be repeated after a crash or an outage without a second effect.
+    """Ships one folder's event log to MLflow; every step is idempotent, for retries after a crash or an outage.
 
-    A repeated metric has the same name, step, time and value, which MLflow keeps once. A run is looked for by its key
-    before it is created, and twins are deleted. Tags, artifacts and the final status overwrite themselves.
+    A metric sent twice has the same name, step, time and value, and MLflow keeps it once. A run is looked up by its key
+    before it is created, and duplicates are deleted. Tags, artifacts and the final status overwrite themselves.
 
-    MLflow has no way to take a value back. Where a resumed run has lost records that had arrived, its log is recorded
-    in a new MLflow run of the same key and name, and the old one is deleted.
+    MLflow cannot delete single values. If a resumed run's log lacks records that were shipped before, the log goes to
+    a new MLflow run of the same key and name, and the old one is deleted.
     """
 
     def __init__(self, tracker: Tracker, folder: Path, label: Label) -> None:
-        """Remembers what to do; `folder` must exist before anything is shipped."""
+        """Stores the arguments; `folder` must exist before anything is shipped."""
         self.folder = folder
         self._tracker, self._label = tracker, label
         self._tail = LogTail(folder / EVENTS)
@@ -84,7 +84,7 @@ class Shipment:
         self._verified = False
 
     def open(self) -> str:
-        """Returns the id of the MLflow run, created if need be before there is any event: for a run of runs."""
+        """Returns the id of the MLflow run, created if needed even before the first event; for parent runs."""
         if not self._verified or self._shipped is None or self._shipped.run_id is None:
             with self._lock():
                 self._load()
@@ -92,12 +92,12 @@ class Shipment:
         return self._shipped.run_id
 
     def ship(self, parent_id: str | None = None) -> int:
-        """Ships what is new in the log and returns the number of events; a new run is shown under `parent_id`.
+        """Ships the log's new events and returns their number; a new MLflow run becomes a child of `parent_id`.
 
         Raises:
             LogError: the log is damaged.
-            Exception: whatever MLflow, its store or the network raise. Nothing is lost by it, but what has arrived is
-                uncertain: another shipment, which asks for the run, is to go on.
+            Exception: any error of MLflow, its store or the network. No event is lost, but which ones have arrived is
+                unknown: continue with a new `Shipment`, which verifies that the run exists.
         """
         if not self._tail.changed:
             return 0
@@ -110,14 +110,14 @@ class Shipment:
                 return self._ship_log(parent_id)
 
     def _lock(self) -> FileLock:
-        """Two drivers may follow one folder: one that was taken for dead, and the one that took over."""
+        """Returns the folder's lock: a driver presumed dead may still follow it beside the one that took over."""
         return FileLock(self.folder / f".{SHIPPED}.lock", timeout=LOCK_TIMEOUT_S)
 
     def _ship_log(self, parent_id: str | None) -> int:
-        """Ships what is new.
+        """Ships the log's new events and returns their number.
 
         Raises:
-            _CutBackError: records that had arrived are no longer in the log.
+            _CutBackError: records that were shipped are no longer in the log.
         """
         num_events = sum(self._ship_block(lines, parent_id) for lines in self._tail.blocks())
         if self._shipped is not None and self._tail.num_lines < self._shipped.num_records and self._tail.path.exists():
@@ -135,7 +135,7 @@ class Shipment:
             if number > arrived[0]:
                 event = parse_event(line, f"event log {self._tail.path}, line {number}")
                 if isinstance(event.record, End):
-                    break  # shipped last of all, by `_settle`
+                    break  # `_settle` ships it, last of all
                 events.append(event)
                 arrived = number, checksum
         if events:
@@ -146,7 +146,7 @@ class Shipment:
     def _ship_events(self, events: Sequence[Event], parent_id: str | None) -> None:
         first = events[0]
         if isinstance(first.record, Start):
-            # Params are for ever: those of a run of runs that begins again stay.
+            # MLflow params cannot change: a parent run that starts again keeps its own.
             known = self._tracker.client.get_run(self._open(parent_id, first.time_ms)).data.params
             params = {name: value for name, value in params_of(first.record).items() if name not in known}
             self._log(params=params, tags=tags_of(first.record))
@@ -158,7 +158,7 @@ class Shipment:
         self._log(metrics_of_events=events)
 
     def _resumed_from(self) -> Iterator[int]:
-        """Yields the steps from which the run was resumed: of the last tick or epoch before each interruption."""
+        """Yields the steps from which the run was resumed: that of the last tick or epoch before each interruption."""
         step = 0
         for event in read_events(self._tail.path):
             if isinstance(event.record, Interruption):
@@ -167,7 +167,7 @@ class Shipment:
                 step = step_of(event.record)
 
     def _begin_anew(self) -> None:
-        """Notes that the log as it is now belongs in another MLflow run; a run of other runs stays the same."""
+        """Records that the log now goes to a new MLflow run from its start; a parent run keeps its MLflow run."""
         assert self._shipped is not None
         fresh = Shipped(store=self._shipped.store, key=self._shipped.key, experiment=self._shipped.experiment)
         run_id = self._shipped.run_id
@@ -175,10 +175,10 @@ class Shipment:
         self._tail.restart()
 
     def _settle(self) -> int:
-        """Ends the MLflow run when the log's last record is a new end, or opens it again when there is none now.
+        """Ends the MLflow run if the log's last record is a new end, or reopens it if the end is gone.
 
         Raises:
-            _CutBackError: an end with results has arrived and is no longer in the log.
+            _CutBackError: an end with results was shipped and is no longer in the log.
         """
         last = json.loads(self._tail.last_line) if self._tail.last_line else {"kind": "none"}
         end_ms = last["time_ms"] if last["kind"] == "end" else None
@@ -198,14 +198,14 @@ class Shipment:
         return 0
 
     def _open(self, parent_id: str | None, start_ms: int) -> str:
-        """Returns the id of the run; a new one bears a key that a lost `mlflow.json` would lead to again."""
+        """Returns the run's id, creating it if needed; its key can be derived again if `mlflow.json` is lost."""
         label = self._label
         shipped = self._shipped or Shipped(store=self._tracker.display_uri, key=f"{label.key}@{start_ms}")
         if shipped.run_id is not None:
             return shipped.run_id
         self._write(replace(shipped, experiment=label.experiment))
         name, tags = label.name, label.tags
-        if shipped.replaces is not None:  # first: the key must lead to one run
+        if shipped.replaces is not None:  # first: the key must identify one run
             name, tags = self._tracker.retire(shipped.replaces, name, tags)
         run_id = self._tracker.open_run(
             label.experiment, name, key=shipped.key, tags=tags, parent_id=parent_id, start_ms=start_ms
@@ -223,7 +223,7 @@ class Shipment:
         if failure := ": ".join(filter(None, (end.cause, end.message))):
             tags["failure"] = failure
         self._log(tags=tags, metrics_of_events=[event])
-        if not failure and "failure" in client.get_run(run_id).data.tags:  # of an earlier end
+        if not failure and "failure" in client.get_run(run_id).data.tags:  # left by an earlier end
             client.delete_tag(run_id, "failure")
         if not self._label.is_parent:
             self._draw()
@@ -241,7 +241,7 @@ class Shipment:
             run_figures(self.folder)
             if (self.folder / SPEC).exists():
                 write_run_page(read_run(self.folder))
-        except Exception as error:  # whatever a picture fails at, the run has ended and is to be closed
+        except Exception as error:  # a failed picture must not leave the run open
             _logger.warning("%s: no pictures: %s", self.folder, error)
 
     @property
@@ -265,7 +265,7 @@ class Shipment:
             if not isinstance(event.record, Start | Interruption)
             for name, value in metrics_of(event.record).items()
         ]
-        # The client itself cuts this into calls of the size that a server takes, and waits for each.
+        # The client splits this into calls of a size that servers accept, and waits for each.
         self._tracker.client.log_batch(
             self._run_id,
             metrics=metrics,
@@ -275,14 +275,14 @@ class Shipment:
         )
 
     def _load(self) -> None:
-        """Reads what has arrived, and begins again where the store does not have it.
+        """Reads what has been shipped, and starts over if the store does not have the run.
 
         Raises:
             ValueError: `mlflow.json` is damaged, or its run was deleted in MLflow.
         """
         shipped = read_shipped(self.folder)
         if shipped is not None and not (self._verified and shipped == self._shipped):
-            # A SQLite file may have been moved together with the runs: the id tells, not the store's name.
+            # A SQLite file may have been moved together with the runs: the run's id decides, not the store's URI.
             known = shipped if self._has_run(shipped) else Shipped(store=shipped.store, key=shipped.key)
             shipped = replace(known, store=self._tracker.display_uri)
             self._verified = True

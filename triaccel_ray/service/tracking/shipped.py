@@ -1,4 +1,4 @@
-"""What of a run's event log has arrived in MLflow, as noted beside the log."""
+"""The file beside an event log that records how much of it has arrived in MLflow."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ SHIPPED = "mlflow.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Shipped:
-    """What has arrived of one folder's log: the content of its `mlflow.json`."""
+    """How much of one folder's log has arrived in MLflow: the content of its `mlflow.json`."""
 
     store: str
-    """Where it has arrived: another store gets everything from the beginning."""
+    """URI of the store; another store gets the log from the beginning."""
     key: str
-    """Tag that the MLflow run is found by; on the disk before the run is created."""
+    """Value of the tag by which the MLflow run is found; saved before the run is created."""
     experiment: str | None = None
-    """The MLflow experiment that it was created in; None in files from before this was noted."""
+    """The MLflow experiment of the run; None in files of older versions."""
     run_id: str | None = None
     """None until MLflow has assigned it."""
     replaces: str | None = None
-    """MLflow run of an earlier attempt, of which the log has lost records."""
+    """MLflow run of an earlier attempt, some of whose records are no longer in the log."""
     num_records: int = 0
-    """The log's first records, as many as have arrived. An end does not count: a resumed run writes on in its place."""
+    """Number of the log's first records that have arrived. An end does not count: a resumed run overwrites it."""
     checksum: int = 0
-    """CRC-32 of these records: other ones in their place are those of another attempt."""
+    """CRC-32 of these records; if it differs, another attempt has written the log."""
     end_ms: int | None = None
-    """Time of the end record shipped; None while the run goes on."""
+    """Time of the end record shipped; None while the run continues."""
 
 
 def read_shipped(folder: Path) -> Shipped | None:
-    """Returns what has arrived of the log in `folder`; None where nothing was ever sent.
+    """Returns how much of the log in `folder` has arrived; None if nothing was ever sent.
 
-    Fields of other versions are left out: what they counted is shipped again, which changes nothing.
+    Fields of other versions are ignored: records that they counted are shipped again, which changes nothing.
 
     Raises:
         LogError: `mlflow.json` is damaged.

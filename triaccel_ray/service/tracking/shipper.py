@@ -1,7 +1,7 @@
-"""From event logs to MLflow: a thread of the driver that follows the logs of all runs below a folder.
+"""Ships event logs to MLflow: a thread of the driver tails the logs of all runs below a folder.
 
-The training processes write their logs and know nothing of MLflow. What has arrived is noted beside each log: an outage
-loses nothing, a restarted driver goes on where the last one stopped, and a resumed run continues its MLflow run.
+Training processes write their logs and do not use MLflow. A file beside each log records what has arrived. So an outage
+loses nothing, a restarted driver continues where the last one stopped, and a resumed run continues its MLflow run.
 """
 
 from __future__ import annotations
@@ -25,57 +25,57 @@ from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableE
 LONGEST_PAUSE_S = 60.0
 LONGEST_MESSAGE = 500
 _SQLITE_FULL = "database or disk is full"
-"""What SQLite says, here or in the answer of a server."""
+"""SQLite's message, raised here or returned by a server."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parent:
-    """The run of a whole search or comparison, which the runs below its folder are shown under."""
+    """The MLflow run of a search or comparison, the parent of the runs below its folder."""
 
     name: str
     tags: Mapping[str, str] = field(default_factory=dict)
     pruned: Callable[[], Container[str]] = tuple
-    """Returns the names of the runs that the search itself has stopped."""
+    """Returns the names of the runs that the search has pruned."""
     closing_tags: Callable[[], Mapping[str, str]] = dict
-    """Returns the tags that are known at its end alone."""
+    """Returns the tags that are known only at its end."""
 
 
 class Shipper:
-    """Ships the event logs at and below a folder; whatever the store does, no exception leaves it."""
+    """Ships the event logs at and below a folder to MLflow; raises no exception, whatever the store does."""
 
     def __init__(
         self, tracker: Tracker, root: Path, *, experiment: str, parent: Parent | None = None, interval_s: float = 2.0
     ) -> None:
-        """Remembers what to do; nothing is read or sent before `start`, `ship_once` or `flush`.
+        """Stores the arguments; nothing is read or sent before `start`, `ship_once` or `flush`.
 
         Args:
-            tracker: where to.
+            tracker: the store to ship to.
             root: a run's folder, or one with many runs' folders below it.
             experiment: the MLflow experiment of all runs.
-            parent: stands for `root`, with the other runs as children; it ends and opens again as the log in `root`
-                does. None: `root` is an ordinary run, if it has a log.
-            interval_s: pause between two looks at the logs; grows up to a minute while the store fails.
+            parent: the parent run, for the log in `root`; it ends and reopens as that log does. None: `root` is an
+                ordinary run, if it has a log.
+            interval_s: pause between two passes over the logs; grows up to a minute while the store fails.
         """
         self.last_error: str | None = None
-        """What went wrong in the last pass, without secrets; None when all went well."""
+        """Error of the last pass, without secrets; None if it succeeded."""
         self._tracker, self._root, self._interval_s = tracker, root.absolute(), interval_s
         self._experiment, self._parent = experiment, parent
         self._shipments: dict[Path, Shipment] = {}
         self._turn, self._stopping, self._timeout_s = threading.Lock(), threading.Event(), 0.0
-        # A daemon does not keep the process alive, and a call to a server that hangs cannot be cut short.
+        # A daemon, as a call to a hanging server cannot be aborted and must not keep the process alive.
         self._thread = threading.Thread(target=self._follow, name="mlflow-shipper", daemon=True)
 
     def start(self) -> None:
-        """Begins to ship from a thread of its own."""
+        """Starts the thread that ships."""
         self._thread.start()
 
     def finish(self, timeout_s: float) -> bool:
-        """Ships what is left, ends the thread, and returns whether all has arrived.
+        """Ships the remaining events, ends the thread, and returns whether everything has arrived.
 
-        A store that answers is waited for. One that fails, or has not answered, is given up after the timeout: what
-        has not arrived waits for the next process.
+        Waits as long as the store answers. If it fails or does not answer, gives up after the timeout; the next
+        process ships the rest.
         """
         self._timeout_s, began = timeout_s, time.monotonic()
         self._stopping.set()
@@ -90,7 +90,7 @@ class Shipper:
         return self.last_error is None
 
     def flush(self, timeout_s: float) -> bool:
-        """Ships everything written so far; returns whether that succeeded. A call under way may outlast the timeout."""
+        """Ships everything written so far; returns whether that succeeded. A running call may outlast the timeout."""
         deadline, pause_s = time.monotonic() + timeout_s, 0.2
         while True:
             self.ship_once()
@@ -101,12 +101,12 @@ class Shipper:
             pause_s *= 2.0
 
     def ship_once(self) -> int:
-        """Ships what is new in all logs and returns the number of events; a failure is left in `last_error`."""
+        """Ships the new events of all logs and returns their number; a failure is stored in `last_error`."""
         with self._turn:
             num_events, error, folder = 0, None, self._root
             try:
                 if self.last_error is not None:
-                    self._tracker.check()  # in three seconds, where a server that hangs would hold a call for forty
+                    self._tracker.check()  # takes at most 3 s; a call to a hanging server takes 40 s
                 parent_id = None if self._parent is None else self._shipment(self._root).open()
                 for folder in self._folders():
                     try:
@@ -116,9 +116,9 @@ class Shipper:
                         raise
                     except Exception as failure:
                         error = self._describe(folder, failure)
-                        # One run's trouble is its own; the store's is everyone's, and ends the pass.
+                        # An error of one run does not affect the others; an unavailable store ends the pass.
                         self._tracker.check()
-            except Exception as failure:  # of MLflow, the store, network or disk: training does not depend on it
+            except Exception as failure:  # from MLflow, store, network or disk: training must go on
                 error = error or self._describe(folder, failure)
             self._report(error)
             return num_events
@@ -134,7 +134,7 @@ class Shipper:
         """Returns the folders with a log, children first: their parent ends after them."""
         _make_way()
         found = {path.parent for path in self._root.rglob(EVENTS)}
-        # A SQLite store's own copies are no runs; they lie in <artifact root>/<run id>/artifacts.
+        # Copies that a SQLite store keeps, in <artifact root>/<run id>/artifacts, are not runs.
         stored = self._tracker.artifact_root
         runs = {folder for folder in found if (folder.name, folder.parent.parent) != ("artifacts", stored)}
         return sorted(runs, key=lambda folder: (folder == self._root, folder))
@@ -159,24 +159,24 @@ class Shipper:
         return replace(label, is_pruned=lambda: folder.name in parent.pruned())
 
     def _is_baseline(self, folder: Path) -> bool:
-        """Returns whether the run is one that a search is judged by: it is shown beside the search, not folded away."""
+        """Returns whether the run is a search's baseline; MLflow shows it beside the search, not as its child."""
         return self._parent is not None and folder.parent == self._root / BASELINES and folder.name != "probe"
 
     def _describe(self, folder: Path, failure: Exception) -> str:
         if _SQLITE_FULL in str(failure):
             text = f"the disk of {self._tracker.display_uri} is full: make room there"
-        elif is_disk_full(failure):  # MLflow's copies do not say which disk: the one with the least room
+        elif is_disk_full(failure):  # MLflow's copying does not say which disk: take the one with the least room
             places = (place for place in (folder, self._tracker.artifact_root) if place.exists())
             place = min(places, key=lambda each: shutil.disk_usage(each).free)
             text = f"the disk of {place} is full: make room there"
-        else:  # SQLAlchemy begins with its own doings at times, and adds the statement, with all values
+        else:  # SQLAlchemy may put a note first, and adds the statement with all values
             lines = (line for line in str(failure).strip().split("\n") if not line.startswith("(raised as a result of"))
             text = f"{type(failure).__name__}: {next(lines, '')}"
         return self._tracker.mask(f"{folder.name}: {text}")[:LONGEST_MESSAGE]
 
     def _report(self, error: str | None) -> None:
         if error is not None:
-            self._shipments.clear()  # the next pass reads the logs again, and asks whether the runs are there
+            self._shipments.clear()  # the next pass rereads the logs, and verifies that the runs exist
             if self.last_error is None:
                 _logger.warning("MLflow: %s; training goes on, the event logs keep everything", error)
         elif self.last_error is not None:
@@ -185,7 +185,7 @@ class Shipper:
 
 
 def _make_way() -> None:
-    """Lowers this thread's priority: on a machine with few cores it would slow the trials whose steps are timed."""
+    """Lowers this thread's priority: on a machine with few cores it would slow trials, whose steps are timed."""
     if sys.platform == "linux":  # elsewhere the priority is the whole process's
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

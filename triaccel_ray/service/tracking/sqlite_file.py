@@ -1,4 +1,4 @@
-"""MLflow's SQLite file, read and mended without MLflow."""
+"""Reads and repairs MLflow's SQLite file without importing MLflow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def holds_run(uri: str, run_id: str) -> bool:
     try:
         with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
             found = connection.execute("SELECT 1 FROM runs WHERE run_uuid = ?", (run_id,)).fetchone()
-    except sqlite3.Error:  # a file of something else
+    except sqlite3.Error:  # not a database of MLflow
         return False
     return found is not None
 
@@ -31,10 +31,10 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 def follow_artifacts(path: Path, artifact_root: Path) -> None:
-    """Corrects where artifacts lie, if they were moved or copied together with the SQLite file at `path`.
+    """Updates the locations of artifacts that were moved or copied together with the SQLite file at `path`.
 
-    MLflow keeps absolute locations, and its client changes none; hence its tables `experiments`, `runs` and
-    `model_versions`.
+    MLflow stores absolute locations, which its client cannot change. So this edits its tables `experiments`, `runs`
+    and `model_versions`.
     """
     here = artifact_root.as_uri()
     with contextlib.closing(sqlite3.connect(path)) as connection, connection:
@@ -46,7 +46,7 @@ def follow_artifacts(path: Path, artifact_root: Path) -> None:
             run_ids = connection.execute("SELECT run_uuid FROM runs WHERE experiment_id = ?", (experiment_id,))
             ids = [str(run_id) for (run_id,) in run_ids]
             if old.exists() and not any((artifact_root / run_id).is_dir() for run_id in ids):
-                continue  # of another storage folder that shares this file
+                continue  # belongs to another storage folder that shares this file
             update = "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?"
             connection.execute(update, (here, experiment_id))
             moved = [(f"{here}/{run_id}/artifacts", run_id) for run_id in ids]

@@ -1,7 +1,7 @@
-"""The MLflow store: whether it can be reached, its first use, and the runs in it.
+"""The MLflow tracking store: checks that it is available, creates it, and finds or creates runs in it.
 
-Everything goes through one `MlflowClient`; MLflow's process-wide state (tracking URI, active run) is never touched, so
-a user's own MLflow code in the same process is not disturbed. MLflow takes seconds to import and is imported at first
+Everything goes through one `MlflowClient`. MLflow's process-wide state (tracking URI, active run) is never touched, so
+a user's own MLflow code in the same process is unaffected. MLflow takes seconds to import, so it is imported at first
 use: a command that records nothing does not wait for it.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 RUN_KEY_TAG = "triaccel.run_key"
-"""Tag by which a run is found again when its id was lost between creation and the disk."""
+"""Tag by which a run is found again if its id was lost after its creation, before it was saved."""
 
 SUPERSEDED_TAG = "superseded"
 _OF_ONE_ATTEMPT = ("outcome", "failure", "interrupted", "resumed_from_step", SUPERSEDED_TAG, "mlflow.runName")
@@ -51,17 +51,17 @@ class Tracker:
     """Owns the client of one tracking store."""
 
     def __init__(self, uri: str, artifact_root: Path) -> None:
-        """Remembers where to record; nothing is opened before the first use.
+        """Stores the arguments; the store is opened at first use.
 
         Args:
             uri: `sqlite:///FILE`, `http://HOST:PORT` or `https://...`, with `USER:PASSWORD@` if need be.
-            artifact_root: folder of artifacts for a SQLite store; a server knows its own place.
+            artifact_root: folder of artifacts for a SQLite store; a server has its own.
         """
         path = sqlite_path(uri)
         self.uri = uri if path is None else f"{SQLITE}{path}"
         self.artifact_root = artifact_root.absolute()
         self.asked_at: float | None = None
-        """Monotonic time of the first call since which none has succeeded; None after one that has."""
+        """Monotonic time of the first call after the last successful one; None right after a success."""
         self._path = path
 
     @property
@@ -74,7 +74,7 @@ class Tracker:
         return without_passwords(text.replace(self.uri, self.display_uri))
 
     def check(self) -> None:
-        """Returns if the store can be used: a server answers within three seconds, or the file can be written.
+        """Checks that the store can be used: a server answers within three seconds, or the file can be written.
 
         Raises:
             TrackingUnavailableError: it cannot.
@@ -89,7 +89,7 @@ class Tracker:
             raise self._unavailable("must begin with sqlite:///, http:// or https://")
 
     def prepare(self) -> None:
-        """Creates the store if it is new; any number of processes may do so at the same time.
+        """Creates the store if it is new; any number of processes may call this at the same time.
 
         Raises:
             TrackingUnavailableError: the store cannot be used.
@@ -99,7 +99,7 @@ class Tracker:
 
     @cached_property
     def client(self) -> MlflowClient:
-        """The client, whose calls are timed (`asked_at`), its store created and of this MLflow's version.
+        """The client of the store, which it creates if needed; calls are timed (`asked_at`).
 
         Raises:
             TrackingUnavailableError: the SQLite file cannot be opened, or was made by another version of MLflow.
@@ -108,7 +108,7 @@ class Tracker:
 
     def _connect(self) -> MlflowClient:
         _set_environment()
-        # It announces new tables, and logs the traceback of every error that it raises.
+        # This logger announces new tables, and logs a traceback for every error that MLflow raises.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         from mlflow import MlflowClient
 
@@ -117,9 +117,9 @@ class Tracker:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.with_name(f"{self._path.name}.lock").touch()
-        except OSError as error:  # the lock itself would go on trying for ever
+        except OSError as error:  # the lock itself would retry forever
             raise self._unavailable(f"cannot be created ({error.strerror})") from error
-        # First use creates the tables; done by several at once it fails ("duplicate column name").
+        # First use creates the tables, which fails ("duplicate column name") in several processes at once.
         with FileLock(f"{self._path}.lock"):
             try:
                 client = MlflowClient(tracking_uri=self.uri)
@@ -130,7 +130,7 @@ class Tracker:
         return client
 
     def experiment_id(self, name: str) -> str:
-        """Returns the id of the experiment, created if need be, also when others create it at the same time.
+        """Returns the id of the experiment, created if needed; others may create it at the same time.
 
         Raises:
             ValueError: it was deleted in MLflow and still holds its name.
@@ -155,17 +155,17 @@ class Tracker:
         return str(found.experiment_id)
 
     def experiment_of(self, run_id: str) -> str | None:
-        """Returns the name of the experiment that the run is in; None where the store does not know or answer."""
+        """Returns the name of the run's experiment; None if the store lacks the run or does not answer."""
         from mlflow.exceptions import MlflowException
 
         try:
             experiment_id = self.client.get_run(run_id).info.experiment_id
             return str(self.client.get_experiment(experiment_id).name)
-        except MlflowException:  # what troubles the store is told by whoever records in it
+        except MlflowException:  # the shipper reports errors of the store
             return None
 
     def find_run(self, run_id: str) -> Run | None:
-        """Returns the run, deleted ones too; None where the store does not have it."""
+        """Returns the run, even if deleted; None if the store does not have it."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -187,8 +187,8 @@ class Tracker:
     ) -> str:
         """Returns the id of the run that carries `key`, created (status RUNNING) if there is none.
 
-        The key is unique in the experiment and has no quotes. Name, tags, parent and start (Unix time; now when None)
-        are those of a new run.
+        The key is unique in the experiment and has no quotes. Name, tags, parent and start (Unix time; None: now)
+        apply to a new run only.
         """
         experiment_id = self.experiment_id(experiment)
         found = self._runs_with(experiment_id, key)
@@ -201,10 +201,10 @@ class Tracker:
         return str(run.info.run_id)
 
     def retire(self, run_id: str, name: str, tags: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-        """Deletes a run that another takes the place of, and returns the other's name and tags.
+        """Deletes the run `run_id`, which a new one replaces, and returns the new run's name and tags.
 
-        They are the old one's, which a user may have changed, and `name` and `tags` where it had none. MLflow keeps a
-        deleted run until `mlflow gc`.
+        Name and tags are the old run's, which a user may have changed; `tags` override them, and `name` serves if the
+        old run is gone. MLflow keeps a deleted run until `mlflow gc`.
         """
         from mlflow.exceptions import MlflowException
 
@@ -219,14 +219,14 @@ class Tracker:
             except MlflowException as error:
                 if error.error_code != "PERMISSION_DENIED":
                     raise
-                self.client.set_terminated(run_id, "KILLED")  # stays in sight, with its tag
+                self.client.set_terminated(run_id, "KILLED")  # stays visible, marked by its tag
         kept = {tag: value for tag, value in old.data.tags.items() if tag not in _OF_ONE_ATTEMPT}
         return str(old.info.run_name), {**kept, **tags}
 
     def delete_twins(self, run_id: str, key: str) -> None:
         """Deletes all other runs that carry `key`, in the experiment of the run `run_id`.
 
-        A server whose answer is lost is asked again, and creates another; one that hung creates it late.
+        Duplicates arise if a server's answer is lost and the call is retried, or a hanging server acts on a call late.
         """
         experiment_id = str(self.client.get_run(run_id).info.experiment_id)
         for twin in self._runs_with(experiment_id, key):
@@ -263,7 +263,7 @@ class Tracker:
     def _probe(self) -> None:
         try:
             parts = urlsplit(self.uri)
-            _ = parts.port  # raises where the port is none
+            _ = parts.port  # raises if the port is invalid
             host = parts.netloc.rpartition("@")[2]
             request = urllib.request.Request(f"{parts.scheme}://{host}{parts.path.rstrip('/')}/health")
             if parts.password is not None:
@@ -280,7 +280,7 @@ class Tracker:
 
 
 class _Timed:
-    """Passes calls on to a client, and notes in the tracker since when the store has not answered."""
+    """Proxy of a client that records in the tracker since when the store has not answered."""
 
     def __init__(self, tracker: Tracker, client: MlflowClient) -> None:
         self._tracker, self._client = tracker, client
@@ -305,16 +305,16 @@ def _user() -> str:
 
 
 def _set_environment() -> None:
-    """Sets the environment variables that MLflow reads, each only where the user has not.
+    """Sets environment variables that MLflow reads, except those that the user has set.
 
-    MLflow has no other place for them: they hold for the whole process and its children.
+    MLflow has no other way to set these. They affect the whole process and its children.
     """
     defaults = {
-        # Whoever ships tries again later. MLflow's own seven retries would hold a thread for minutes.
+        # The shipper retries later. MLflow's own seven retries would block a thread for minutes.
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
-        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # it would tear the command's own output
-        "MLFLOW_DISABLE_TELEMETRY": "true",  # nothing is sent in a user's name without being asked
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # would garble the command's own output
+        "MLFLOW_DISABLE_TELEMETRY": "true",  # send nothing on a user's behalf unasked
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
