@@ -151,7 +151,7 @@ def _loss(job: Job, forward: Any, inputs: Any, targets: Tensor) -> Tensor:
 def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
     """Returns a function that makes a step, one that returns the last step's loss, and the loop with its ticks."""
     from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, ExecutionConfig, PrecisionConfig
-    from triaccel_ray.cuda.allocator import hold_less
+    from triaccel_ray.cuda.allocator import use_lean_memory
 
     config = ControlConfig(batch=BatchConfig(enabled=False, minimum=job.batch_size, start=job.batch_size, maximum=512))
     if method != "loop":
@@ -163,7 +163,7 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
         )  # fmt: skip
     data = Samples(job) if isinstance(job.inputs, dict) else (job.inputs, job.targets)
     ticks: list[Any] = []
-    hold_less(torch.device("cuda"))  # as the service's processes do
+    use_lean_memory(torch.device("cuda"))  # as the service's processes do
     loop = ControlLoop(job.model, optimizer_of(job), job.loss, data, config=config, on_tick=ticks.append)
     before = [torch.zeros((), device="cuda"), torch.zeros((), device="cuda")]
 

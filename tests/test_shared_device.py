@@ -11,7 +11,7 @@ from torch import nn
 from tests.build import CPU
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.measure.memory import MIB, CudaMemory
-from triaccel_ray.service.runs.environment import RESERVE_BYTES, hold_to_part, part_of_device
+from triaccel_ray.service.runs.environment import RESERVE_BYTES, cap_memory_share, part_of_device
 from triaccel_ray.trainables.digits import Digits
 
 TRAIN = """
@@ -74,9 +74,9 @@ def test_a_part_that_is_nothing_is_refused() -> None:
 
 
 def test_on_a_cpu_or_alone_on_a_device_a_budget_stays_as_it_is() -> None:
-    assert hold_to_part(CPU, 4, 10 * MIB) == 10 * MIB
-    assert hold_to_part(CPU, 4) is None
-    assert hold_to_part(torch.device("cuda"), 1) is None
+    assert cap_memory_share(CPU, 4, 10 * MIB) == 10 * MIB
+    assert cap_memory_share(CPU, 4) is None
+    assert cap_memory_share(torch.device("cuda"), 1) is None
 
 
 @pytest.mark.gpu
@@ -84,7 +84,7 @@ def test_a_process_that_shares_a_device_is_held_to_its_part_from_then_on() -> No
     device = torch.device("cuda", 0)
     total = torch.cuda.get_device_properties(device).total_memory
     try:
-        part = hold_to_part(device, 8)
+        part = cap_memory_share(device, 8)
         assert part == part_of_device(total, 8)
         with pytest.raises(torch.OutOfMemoryError):
             torch.ones(part, dtype=torch.uint8, device=device)  # the CUDA context counts, so not even all of it

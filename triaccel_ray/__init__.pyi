@@ -6,7 +6,7 @@ from triaccel_ray.config import ExecutionConfig as ExecutionConfig
 from triaccel_ray.config import LossScaleConfig as LossScaleConfig
 from triaccel_ray.config import PrecisionConfig as PrecisionConfig
 from triaccel_ray.control.epochs import EpochStats as EpochStats
-from triaccel_ray.cuda.allocator import hold_less as hold_less
+from triaccel_ray.cuda.allocator import use_lean_memory as use_lean_memory
 from triaccel_ray.data.data_source import DataSource as DataSource
 from triaccel_ray.data.dataset import DatasetSource as DatasetSource
 from triaccel_ray.data.iterable import IterableSource as IterableSource

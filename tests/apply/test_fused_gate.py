@@ -94,7 +94,7 @@ def test_gates_in_all_spellings(name: str, inline: bool, monkeypatch: pytest.Mon
     if DEVICE == "cpu":
         assert same(step(fusion.module, model, IMAGES), step(twin, twin, IMAGES))
         assert passed_on.pop()
-        monkeypatch.setattr(fused_gate, "kernel_reads", lambda value: True)  # through the interpreter
+        monkeypatch.setattr(fused_gate, "is_kernel_input", lambda value: True)  # through the interpreter
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         steps = step(fusion.module, model, IMAGES), step(twin, twin, IMAGES)
     torch.testing.assert_close(*steps, rtol=1e-4, atol=1e-6)
@@ -125,7 +125,7 @@ def test_a_gate_that_is_not_known_to_be_one_is_called_as_it_is() -> None:
 
 
 def test_hooks_are_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_gate, "kernel_reads", lambda value: True)
+    monkeypatch.setattr(fused_gate, "is_kernel_input", lambda value: True)
     model = _model(FUSED["module"], inline=False)
     fusion, _ = _fused(model)
     gate: Any = model.gate

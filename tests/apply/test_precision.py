@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.build import BF16, FP16, FP32, ConvNet, controlled, gradients, images, same, values
-from triaccel_ray.apply.precision import DTYPES, _native_on_a_cpu, supported_precisions, useless_precisions
+from triaccel_ray.apply.precision import DTYPES, _native_on_a_cpu, precisions_without_benefit, supported_precisions
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import Precision
 
@@ -149,8 +149,8 @@ def test_a_pytorch_without_onednn_has_no_low_precision_on_a_cpu() -> None:
 
 
 def test_a_precision_that_gains_nothing_has_its_reason() -> None:
-    emulated = useless_precisions("cpu", is_compiled=False)
+    emulated = precisions_without_benefit("cpu", is_compiled=False)
     assert all(reason == f"this CPU has no {level.name} instructions" for level, reason in emulated.items())
     assert FP32 not in emulated
-    compiled = useless_precisions("cpu", is_compiled=True)
+    compiled = precisions_without_benefit("cpu", is_compiled=True)
     assert compiled.keys() == emulated.keys() | ({FP16} if BF16 not in emulated else set())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from triaccel_ray.cuda import allocator
-from triaccel_ray.cuda.allocator import hold_less
+from triaccel_ray.cuda.allocator import use_lean_memory
 
 CASES: dict[str, tuple[int | None, dict[str, str], bool, str, bool, bool]] = {
     "as CUDA has it": (1024, {}, True, "cuda", True, True),
@@ -38,7 +38,7 @@ def test_stacks_and_segments_change_where_nobody_chose_them(case: str, monkeypat
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    hold_less(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
+    use_lean_memory(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
     assert driven == ["cuCtxSetLimit"] * changes_stack
     assert told == ["expandable_segments:True"] * changes_segments
 
@@ -51,13 +51,13 @@ def test_without_a_driver_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> No
 
 OWN_BYTES = """
 import torch
-from triaccel_ray.cuda.allocator import _stack_bytes, hold_less
+from triaccel_ray.cuda.allocator import _stack_bytes, use_lean_memory
 from triaccel_ray.measure.memory import CudaMemory
 device = torch.device("cuda", 0)
 memory = CudaMemory(device, None)
 print(int(memory.source == "nvml process"), 0)
 print(_stack_bytes(0), memory.sample())
-hold_less(device)
+use_lean_memory(device)
 print(_stack_bytes(0), memory.sample())
 """
 

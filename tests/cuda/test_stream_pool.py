@@ -5,12 +5,12 @@ import threading
 import pytest
 import torch
 
-from triaccel_ray.cuda.stream_pool import LentStream
+from triaccel_ray.cuda.stream_pool import PooledStream
 
 MULTIPLYING = """
 import sys
 import torch
-from triaccel_ray.cuda.stream_pool import LentStream
+from triaccel_ray.cuda.stream_pool import PooledStream
 from triaccel_ray.measure.memory import CudaMemory
 device = torch.device("cuda", 0)
 memory = CudaMemory(device, None)
@@ -20,7 +20,7 @@ def multiply():
 def sample():
     torch.cuda.empty_cache()
     return memory.sample()
-with LentStream(device).current():
+with PooledStream(device).current():
     multiply()
     forward = sample()
     if sys.argv[1] == "as usual":
@@ -39,7 +39,7 @@ def test_a_backward_pass_runs_in_the_calling_thread_and_only_meanwhile() -> None
     weight = torch.ones(4, 4, device=DEVICE, requires_grad=True)
     weight.register_hook(lambda gradient: threads.append(threading.get_ident()))
     (weight @ weight).sum().backward()
-    with LentStream(DEVICE).current():
+    with PooledStream(DEVICE).current():
         (weight @ weight).sum().backward()
     (weight @ weight).sum().backward()
     before, within, after = threads
@@ -59,12 +59,12 @@ def test_a_backward_pass_takes_no_workspaces_of_its_own() -> None:
 
 
 def test_a_stream_that_was_given_back_is_lent_again() -> None:
-    def computed_on(lent: LentStream) -> int:
+    def computed_on(lent: PooledStream) -> int:
         with lent.current():
             return torch.cuda.current_stream(DEVICE).cuda_stream
 
-    first = LentStream(DEVICE)
+    first = PooledStream(DEVICE)
     used = computed_on(first)
-    assert computed_on(LentStream(DEVICE)) != used
+    assert computed_on(PooledStream(DEVICE)) != used
     del first
-    assert computed_on(LentStream(DEVICE)) == used
+    assert computed_on(PooledStream(DEVICE)) == used

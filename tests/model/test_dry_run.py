@@ -14,7 +14,14 @@ from tests.build import CPU, ConvNet, Limited, blobs, cross_entropy, images, mlp
 from triaccel_ray.cuda.random_states import random_states
 from triaccel_ray.data.sources import TensorSource, as_source
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.model.dry_run import MAX_FRAMES, UserCodeError, _loss_of, blaming, refusing_exits, require_working
+from triaccel_ray.model.dry_run import (
+    MAX_FRAMES,
+    UserCodeError,
+    _loss_of,
+    attributing_errors,
+    forbidding_exit,
+    require_working,
+)
 
 
 class Silent(nn.Module):
@@ -161,7 +168,7 @@ def deep(number: int) -> None:
 
 
 def test_of_a_traceback_the_users_last_lines_are_shown() -> None:
-    with pytest.raises(UserCodeError) as told, blaming("the loss", lambda: " (outputs none)"):
+    with pytest.raises(UserCodeError) as told, attributing_errors("the loss", lambda: " (outputs none)"):
         deep(8)
     first, heading, *lines = str(told.value).splitlines()
     assert first == "the loss raised KeyError: 'too deep' (outputs none)"
@@ -173,23 +180,23 @@ def test_of_a_traceback_the_users_last_lines_are_shown() -> None:
 
 @pytest.mark.parametrize("error", [FileNotFoundError("data files are missing"), MemoryError(), KeyboardInterrupt()])
 def test_what_says_enough_stays_as_it_is(error: BaseException) -> None:
-    with pytest.raises(type(error)) as raised, blaming("data()"):
+    with pytest.raises(type(error)) as raised, attributing_errors("data()"):
         raise error
     assert raised.value is error
-    with pytest.raises(ValueError, match="0 samples") as raised, blaming("data()"):
+    with pytest.raises(ValueError, match="0 samples") as raised, attributing_errors("data()"):
         TensorSource(torch.zeros(0, 8), torch.zeros(0))
     assert type(raised.value) is ValueError  # of this product's own
 
 
 def test_an_exit_is_the_users_mistake_and_not_the_loss_of_a_process() -> None:
-    with pytest.raises(UserCodeError, match=r"called sys.exit\(3\)(?s:.*)raise SystemExit\(3\)"), refusing_exits():
+    with pytest.raises(UserCodeError, match=r"called sys.exit\(3\)(?s:.*)raise SystemExit\(3\)"), forbidding_exit():
         raise SystemExit(3)
-    with pytest.raises(UserCodeError, match="model\\(\\) raised SystemExit"), blaming("model()"):
+    with pytest.raises(UserCodeError, match="model\\(\\) raised SystemExit"), attributing_errors("model()"):
         raise SystemExit("no GPU")
     # Ray ends a process in this way, and must go on to.
     rays: dict[str, Any] = {"__name__": "ray._private.worker"}
     exec("def stop():\n    raise SystemExit(1)", rays)
-    for guard in (refusing_exits(), blaming("data()")):
+    for guard in (forbidding_exit(), attributing_errors("data()")):
         with pytest.raises(SystemExit), guard:
             rays["stop"]()
 

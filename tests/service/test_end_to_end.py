@@ -31,7 +31,7 @@ from triaccel_ray.service.report.search import recommendation
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.search.search import FOUND, best_trial, read_search
-from triaccel_ray.service.storage.layout import ERROR, EVENTS, MODEL, SPEC, claimed
+from triaccel_ray.service.storage.layout import ERROR, EVENTS, MODEL, SPEC, claiming_name
 from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.trainables.task import Purpose
 
@@ -305,8 +305,8 @@ def test_what_only_the_actor_can_know_is_bad_input_too(
 
 def test_of_two_commands_with_one_name_the_second_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "one"
-    with claimed(folder):
-        with pytest.raises(ValueError, match=r"name = 'one': .* is empty: .* delete it then"), claimed(folder):
+    with claiming_name(folder):
+        with pytest.raises(ValueError, match=r"name = 'one': .* is empty: .* delete it then"), claiming_name(folder):
             pass
         assert folder.is_dir()
     assert not folder.exists()  # nothing was begun

@@ -23,7 +23,7 @@ from tests.service.search_folder import simulated_search
 from tests.service.stores import Server
 from triaccel_ray.records.codec import encode
 from triaccel_ray.service.cli.main import main
-from triaccel_ray.service.cli.options import Where, to_repeat
+from triaccel_ray.service.cli.options import Where, repeat_command
 from triaccel_ray.service.cluster.cluster import display_address
 from triaccel_ray.service.commands.next_steps import resume_words
 from triaccel_ray.service.commands.ui import is_loopback
@@ -129,7 +129,7 @@ def test_looking_at_a_folder_runs_no_code_that_it_names(
 def test_a_command_to_paste_holds_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "x' & touch sprung # ; $(touch sprung) `touch sprung`"
-    subprocess.run(["sh", "-c", to_repeat("run", folder).replace("triaccel", "true", 1)], check=True)
+    subprocess.run(["sh", "-c", repeat_command("run", folder).replace("triaccel", "true", 1)], check=True)
     assert not (tmp_path / "sprung").exists()
 
 

@@ -17,7 +17,7 @@ from triaccel_ray.apply.step_in_backward import BucketedGradients
 from triaccel_ray.config import ExecutionConfig
 from triaccel_ray.cuda.graphs import Graph, GraphPool
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
-from triaccel_ray.cuda.stream_pool import LentStream
+from triaccel_ray.cuda.stream_pool import PooledStream
 from triaccel_ray.model.gradients import Gradients, has_hooks
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 from triaccel_ray.records.plan import Fault, FaultKind
@@ -95,7 +95,7 @@ class StepCache:
         """Whether steps may be captured."""
         self._source, self._generator = step.sampler.source, step.sampler.generator
         self._eager_gradients = gradients_of()
-        self._stream = LentStream(self._generator.device) if pool.handle is not None else None
+        self._stream = PooledStream(self._generator.device) if pool.handle is not None else None
         self._entries: OrderedDict[_Key, _Captured] = OrderedDict()
         self._is_ready: dict[_Key, bool] = {}
         """Kind of step that has run eagerly -> whether the next one is captured; False after a step that compiled."""
@@ -190,7 +190,7 @@ class StepCache:
             obstacles.append("the step puts other tensors in place of parameters or buffers, which a replay would not")
         recomputation, compilation = self.step.recomputation, self.step.compilation
         if not obstacles:
-            return (*outcome.faults, *(() if recomputation is None else recomputation.keep_drawing(step)))
+            return (*outcome.faults, *(() if recomputation is None else recomputation.exclude_random(step)))
         if recomputation is None and compilation is not None and compilation.blocks:
             compilation.compile_whole()  # compiled code between the blocks may avoid the obstacles
             self._is_ready.clear()

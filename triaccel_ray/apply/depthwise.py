@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.apply.fused_norm import kernel_reads
+from triaccel_ray.apply.fused_norm import is_kernel_input
 from triaccel_ray.model.layers import is_depthwise
 
 _LARGEST = 7
@@ -44,7 +44,7 @@ def _computes(module: Any) -> bool:
 def _reads(module: Any, x: Any) -> bool:
     """Returns whether the kernel can read x without a copy, and PyTorch would accept x."""
     weight = module.weight
-    if not (kernel_reads(x) and kernel_reads(weight) and x.is_contiguous(memory_format=torch.channels_last)):
+    if not (is_kernel_input(x) and is_kernel_input(weight) and x.is_contiguous(memory_format=torch.channels_last)):
         return False  # PyTorch leaves other memory formats to kernels of its own
     filter_fits = 0 < min(x.shape[2:]) >= module.kernel_size[0] - 2 * module.padding[0]
     is_one_dtype = x.dtype == weight.dtype or torch.is_autocast_enabled("cuda")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.data.sources import DataSource, IterableSource, as_source
-from triaccel_ray.model.dry_run import blaming, described, seen
+from triaccel_ray.model.dry_run import attributing_errors, described, seen
 from triaccel_ray.model.layers import Loss, forward, preserved_modes
 from triaccel_ray.model.metrics import ACCURACY, Metric, Values, as_metrics, is_classification
 from triaccel_ray.model.pytree import tensors_in
@@ -135,7 +135,7 @@ class _Evaluator:
         """Returns the metrics; `sums` holds the sum and the weight of each in turn."""
         found = {}
         for (name, metric), total, weight in zip((self._metrics or {}).items(), sums[::2], sums[1::2], strict=True):
-            with blaming(f"of_mean of metrics[{name!r}]"):
+            with attributing_errors(f"of_mean of metrics[{name!r}]"):
                 found[name] = float(metric.of_mean(total / weight if weight else math.nan))
         return found
 
@@ -154,7 +154,7 @@ def measured(metrics: Mapping[str, Metric], outputs: Any, targets: Any) -> Tenso
 
 
 def _sum_and_weight(name: str, metric: Metric, outputs: Any, targets: Any, num_samples: int) -> tuple[Any, Any]:
-    with blaming(f"metrics[{name!r}]", lambda: seen(outputs, targets)):
+    with attributing_errors(f"metrics[{name!r}]", lambda: seen(outputs, targets)):
         found = metric.values(outputs, targets)
     if isinstance(found, Tensor) and found.shape[:1] == (num_samples,):
         return found.sum(dtype=torch.float64), found.numel()

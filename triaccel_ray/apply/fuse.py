@@ -106,7 +106,7 @@ def fuse(model: nn.Module, leaves: Collection[nn.Module], *, recompute: bool = T
         rewriting.fuse_gate(call)
     norms = tuple(rewriting.described(call) for call in list(traced.graph.nodes) if call in calls)
     if recompute:
-        rewriting.spare_inputs(calls)
+        rewriting.recompute_inputs(calls)
     return Fusion(module=rewriting.module(), norms=norms, _trace=traced)
 
 
@@ -183,7 +183,7 @@ class _Rewriting:
                 reader.replace_input_with(call, second if alone else first)
         return fused
 
-    def spare_inputs(self, calls: Collection[fx.Node]) -> None:
+    def recompute_inputs(self, calls: Collection[fx.Node]) -> None:
         """Wraps each convolution that alone reads a norm without residual, so that it does not save its input."""
         for call in calls:
             reader = _only_user(call)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from triaccel_ray.apply.fused_norm import kernel_reads
+from triaccel_ray.apply.fused_norm import is_kernel_input
 from triaccel_ray.apply.trace import Trace, called, is_plain, trace
 from triaccel_ray.kernels.batch_norm_act.api import DTYPES
 
@@ -35,7 +35,7 @@ class Pool(nn.Module):
 
     def forward(self, x: Any) -> tuple[Tensor, Any]:
         """Returns the mean of x, [n, c, h, w], and x for `Multiply`."""
-        fits = kernel_reads(x) and x.numel() > 0 and len(x) <= _LARGEST_BATCH
+        fits = is_kernel_input(x) and x.numel() > 0 and len(x) <= _LARGEST_BATCH
         is_hooked = isinstance(self.original, nn.Module) and not is_plain(self.original)
         if is_hooked or not (fits and x.is_contiguous(memory_format=torch.channels_last)):
             return self.original(x), x

@@ -86,11 +86,11 @@ class FusedNorm(nn.Module):
         )
         if not norm.training or not is_called_plainly or any(each is None for each in needed):
             return None
-        if not kernel_reads(x) or x.numel() <= x.shape[1]:  # one value per channel has no variance
+        if not is_kernel_input(x) or x.numel() <= x.shape[1]:  # one value per channel has no variance
             return None
         dtype: torch.dtype = x.dtype
         if self._combine is not None:
-            if not (kernel_reads(residual) and residual.shape == x.shape and residual.device == x.device):
+            if not (is_kernel_input(residual) and residual.shape == x.shape and residual.device == x.device):
                 return None
             dtype = x.dtype if self.keeps_dtype else torch.promote_types(x.dtype, residual.dtype)
         dtype = self.output_dtype or dtype
@@ -134,7 +134,7 @@ def _unpack(kept: Any) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept()
 
 
-def kernel_reads(value: Any) -> bool:
+def is_kernel_input(value: Any) -> bool:
     """Returns whether the kernels over pixels and channels can read `value`, apart from its memory format."""
     return (
         _HAS_TRITON

@@ -20,7 +20,7 @@ from triaccel_ray.apply.fused_norm import FusedNorm, RecomputedInput
 from triaccel_ray.apply.trace import called
 from triaccel_ray.cuda.random_states import preserved_random_states, random_states, set_random_states
 from triaccel_ray.model.pytree import map_tensors, tensors_in
-from triaccel_ray.model.regions import Call, interposed
+from triaccel_ray.model.regions import Call, wrapped_calls
 from triaccel_ray.records.plan import Fault, FaultKind
 
 _Surroundings = Callable[[], contextlib.AbstractContextManager[None]]
@@ -75,11 +75,11 @@ class Recomputation:
         self._again = ""
         """Name of the region last recomputed in this pass; empty before the first."""
 
-    def keep_drawing(self, step: int) -> tuple[Fault, ...]:
+    def exclude_random(self, step: int) -> tuple[Fault, ...]:
         """Stops checkpointing regions that drew random numbers on a GPU; returns a fault naming them, if any."""
         return self._keep(self._drawing, "captured steps (`capture`) cannot draw random numbers twice the same", step)
 
-    def keep_failed(self, error: BaseException, step: int) -> tuple[Fault, ...]:
+    def exclude_failed(self, error: BaseException, step: int) -> tuple[Fault, ...]:
         """Stops checkpointing regions that cannot be recomputed, if `error` stems from them; returns a fault, if so."""
         if isinstance(error, CheckpointError):
             if self._again not in self.regions:  # raised by a checkpoint in the user's code
@@ -111,7 +111,7 @@ class Recomputation:
                 called = self.divided.regions if model is self.divided.module else called
                 stack.enter_context(self.divided.keeping_inputs_of(self.regions))
             around = partial(self._checkpointed, surroundings)
-            stack.enter_context(interposed({name: called[name] for name in self.regions}, around))
+            stack.enter_context(wrapped_calls({name: called[name] for name in self.regions}, around))
             yield
 
     def _checkpointed(self, surroundings: _Surroundings, name: str, call: Call, /, *args: Any, **kwargs: Any) -> Any:

@@ -115,7 +115,7 @@ class Step:
             except (RuntimeError, MemoryError) as error:
                 is_soft = isinstance(error, BudgetExceededError)
                 is_smallest = num_parts >= num_samples
-                mending = self._mend(error, step)
+                mending = self._disable_failed_feature(error, step)
                 if not mending and (not is_out_of_memory(error) or (is_smallest and not is_soft)):
                     raise
                 detail = first_line(error)
@@ -141,9 +141,9 @@ class Step:
             )
             retreat = (fault,)
 
-    def _mend(self, error: BaseException, step: int) -> tuple[Fault, ...]:
+    def _disable_failed_feature(self, error: BaseException, step: int) -> tuple[Fault, ...]:
         """Turns off the optional feature (checkpointing or compilation) that raised `error`; returns faults, if any."""
-        if self.recomputation is not None and (kept := self.recomputation.keep_failed(error, step)):
+        if self.recomputation is not None and (kept := self.recomputation.exclude_failed(error, step)):
             return kept
         if self.compilation is None or not is_compile_error(error) or is_out_of_memory(error):
             return ()

@@ -16,7 +16,7 @@ from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.apply.fused_optimizer import has_kernel
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer, watched_parameters
-from triaccel_ray.apply.precision import LayerPrecision, supported_precisions, useless_precisions
+from triaccel_ray.apply.precision import LayerPrecision, precisions_without_benefit, supported_precisions
 from triaccel_ray.apply.recompute import Recomputation, divide
 from triaccel_ray.apply.split_weights import SplitWeights
 from triaccel_ray.apply.step import Step
@@ -25,7 +25,7 @@ from triaccel_ray.apply.weights import ComputeCopies, Weights
 from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.cuda.capture_checks import watching_forward
 from triaccel_ray.cuda.graphs import GraphPool
-from triaccel_ray.cuda.stream_pool import LentStream
+from triaccel_ray.cuda.stream_pool import PooledStream
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import as_source, delivered
 from triaccel_ray.kernels.step_end import end_step
@@ -33,7 +33,7 @@ from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.model.dry_run import require_working
 from triaccel_ray.model.gradients import Gradients
-from triaccel_ray.model.layers import Loss, find_layers, require_trainable, to_channels_last, unwatched_weights
+from triaccel_ray.model.layers import Loss, find_layers, require_trainable, to_channels_last, weights_outside_layers
 from triaccel_ray.model.regions import find_regions, repeated_blocks
 from triaccel_ray.records.plan import Fault, FaultKind, Precision
 
@@ -150,7 +150,7 @@ class Training:
         )
         source = delivered(as_source(data), self.device, config.execution.data_on)
         # On a stream that the steps use again: another one would keep its own workspaces.
-        stream = LentStream(self.device).current() if self.device.type == "cuda" else contextlib.nullcontext()
+        stream = PooledStream(self.device).current() if self.device.type == "cuda" else contextlib.nullcontext()
         with stream, watching_forward(model) as waits:
             require_working(model, loss, source)
         self.sampler = Sampler(source, seed=seed, device=self.device)
@@ -163,7 +163,7 @@ class Training:
         """Faults found while building the steps: how they are compiled, slower fallbacks, layers left unadapted."""
         self._stepper: StepInBackward | None = None
         self.steps = self._build_steps(waits, buckets)
-        useless = useless_precisions(self.device.type, is_compiled=self.steps.step.is_compiled)
+        useless = precisions_without_benefit(self.device.type, is_compiled=self.steps.step.is_compiled)
         withheld = {} if config.precision.allow_slow_precisions else useless
         self.supported = [(layer.name, supported_precisions(layer, without=withheld)) for layer in self.layers]
         """Each layer's name, and the precisions it may compute in."""
@@ -312,7 +312,7 @@ class Training:
         for level, reason in withheld.items():
             if level in wanted:
                 self._note(FaultKind.PRECISION_REFUSED, "precision", f"{reason}: it is not offered")
-        if names := unwatched_weights(self.model, self.layers):
+        if names := weights_outside_layers(self.model, self.layers):
             text = f"weights beside child layers are no layers, and not adapted: {', '.join(names)}"
             self._note(FaultKind.NOT_A_LAYER, "layers", text[:500])
         if self.device.type == "cuda" and self.optimizer.waits_for_host:

@@ -21,7 +21,7 @@ _VIRTUAL_MEMORY = 102
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
-def hold_less(device: torch.device) -> None:
+def use_lean_memory(device: torch.device) -> None:
     """Reduces the GPU memory that the process reserves outside tensors; waits for the device. No effect on a CPU.
 
     Thread stacks become smaller; the driver enlarges them for kernels known to need more. A stack limit other than

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 
-class LentStream:
+class PooledStream:
     """A CUDA stream lent to one holder at a time; the next holder reuses it once this object is gone.
 
     For each pair of a thread and a stream that has multiplied matrices, PyTorch keeps a workspace until the process

@@ -29,7 +29,7 @@ class UserCodeError(ValueError):
 
 
 @contextlib.contextmanager
-def blaming(what: str, about: Callable[[], str] = str) -> Iterator[None]:
+def attributing_errors(what: str, about: Callable[[], str] = str) -> Iterator[None]:
     """Returns a context that attributes exceptions to `what`, user code; `about` describes its arguments.
 
     Errors raised by this package itself, missing files and out-of-memory errors pass through unchanged.
@@ -48,7 +48,7 @@ def blaming(what: str, about: Callable[[], str] = str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refusing_exits() -> Iterator[None]:
+def forbidding_exit() -> Iterator[None]:
     """Returns a context that refuses `sys.exit` in user code: an exit would be mistaken for a lost process.
 
     Raises:
@@ -103,7 +103,7 @@ def require_working(
 
 def _pass(model: nn.Module, loss: Loss, source: DataSource, judge: Callable[[Any, Any], Any] | None) -> None:
     device = next(model.parameters()).device
-    with blaming("the training data"):
+    with attributing_errors("the training data"):
         indices = _two_samples(source).to(device if source.is_resident else "cpu")
         inputs, targets = source.batch(indices, torch.Generator(device).manual_seed(0))
 
@@ -114,7 +114,7 @@ def _pass(model: nn.Module, loss: Loss, source: DataSource, judge: Callable[[Any
 
     model.train()
     with torch.enable_grad():
-        with blaming(f"model {type(model).__name__}", shapes):
+        with attributing_errors(f"model {type(model).__name__}", shapes):
             outputs = forward(model, inputs)
         if outputs is None:
             raise TypeError(f"model {type(model).__name__} returned None: its forward must return the outputs")
@@ -123,14 +123,14 @@ def _pass(model: nn.Module, loss: Loss, source: DataSource, judge: Callable[[Any
         return
     model.eval()
     with torch.no_grad():
-        with blaming(f"model {type(model).__name__}, in eval mode,", shapes):
+        with attributing_errors(f"model {type(model).__name__}, in eval mode,", shapes):
             outputs = forward(model, inputs)
         _loss_of(loss, outputs, targets)
         judge(outputs, targets)
 
 
 def _loss_of(loss: Loss, outputs: Any, targets: Any) -> Any:
-    with blaming("the loss", lambda: seen(outputs, targets)):
+    with attributing_errors("the loss", lambda: seen(outputs, targets)):
         if isinstance(targets, Tensor) and targets.is_cuda:
             # On a GPU, a class out of range fails a device-side assert, after which the process cannot use the device.
             try:

@@ -84,7 +84,7 @@ def _weights(module: nn.Module, *, recurse: bool) -> list[nn.Parameter]:
     return list(dict.fromkeys(p for p in own if p.dim() >= 2 and p.requires_grad))
 
 
-def unwatched_weights(model: nn.Module, layers: Sequence[Layer]) -> list[str]:
+def weights_outside_layers(model: nn.Module, layers: Sequence[Layer]) -> list[str]:
     """Returns the names of trainable parameters of two or more dimensions that belong to no layer."""
     unwatched = {*_weights(model, recurse=True)} - {weight for layer in layers for weight in layer.weights}
     return [name for name, p in model.named_parameters() if p in unwatched]

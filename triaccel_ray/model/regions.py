@@ -93,7 +93,7 @@ def _num_modules(module: nn.Module) -> int:
 
 
 @contextlib.contextmanager
-def interposed(regions: Mapping[str, nn.Module], around: Call) -> Iterator[None]:
+def wrapped_calls(regions: Mapping[str, nn.Module], around: Call) -> Iterator[None]:
     """Returns a context in which calls of these modules go through `around`; compiled modules stay compiled.
 
     `around` takes a module's name, its call, and the call's arguments; it returns what the call returns.

@@ -35,7 +35,7 @@ class LayerState:
     times_slow: int = 0
     """Number of times a lower precision of the layer was undone because steps were slower."""
 
-    def a_tick_later(self) -> LayerState:
+    def after_tick(self) -> LayerState:
         """Returns a copy whose bars end one tick sooner."""
         fp16, slow = max(self.fp16_bar_ticks - 1, 0), max(self.slow_bar_ticks - 1, 0)
         return replace(self, fp16_bar_ticks=fp16, slow_bar_ticks=slow)

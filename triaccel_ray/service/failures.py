@@ -106,7 +106,7 @@ def write_traceback(folder: Path, error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def needing_room(folder: Path) -> Iterator[None]:
+def reporting_full_disk(folder: Path) -> Iterator[None]:
     """Wraps writes to the disk of `folder`, and turns the error of a full disk into a `DiskFullError`.
 
     Raises:
@@ -133,7 +133,7 @@ def is_disk_full(error: BaseException) -> bool:
     return False
 
 
-def set_damage_aside(path: Path) -> str:
+def quarantine_damaged_log(path: Path) -> str:
     """Truncates a damaged event log to the records before the damage; the full log is kept beside it as DAMAGED.
 
     Returns a message about it; empty if the log is intact or missing.
@@ -149,7 +149,7 @@ def set_damage_aside(path: Path) -> str:
     except LogError:
         if not path.exists():
             return ""
-    with needing_room(path.parent):
+    with reporting_full_disk(path.parent):
         shutil.copyfile(path, path.with_name(DAMAGED))
         EventLog(path, keep=num_whole).close()
     return f"its log is damaged after {num_whole} records; all of it is in {DAMAGED}"
@@ -159,12 +159,12 @@ def keep_replaced(path: Path) -> bool:
     """Copies a log that holds epochs to REPLACED, before its run starts over; returns whether it did."""
     if not path.exists() or not any(isinstance(event.record, Epoch) for event in read_events(path)):
         return False
-    with needing_room(path.parent):
+    with reporting_full_disk(path.parent):
         shutil.copyfile(path, path.with_name(REPLACED))
     return True
 
 
-def broken_off(path: Path) -> tuple[list[tuple[int, Interruption]], Interruption | None]:
+def interruptions_in(path: Path) -> tuple[list[tuple[int, Interruption]], Interruption | None]:
     """Returns the log's interruptions with their indices, and the one to append now; None if nothing is recorded."""
     try:
         records = [event.record for event in read_events(path)]

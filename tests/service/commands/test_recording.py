@@ -12,7 +12,7 @@ from tests.service.build import SimulatedRun
 from tests.service.stores import free_port, runs, ship
 from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
 from triaccel_ray.service.cli.options import Where
-from triaccel_ray.service.commands.recording import experiment_of, in_its_store
+from triaccel_ray.service.commands.recording import experiment_of, with_recorded_store
 from triaccel_ray.service.search.search import SEARCH, read_search
 from triaccel_ray.service.session import tracking_uri_of
 from triaccel_ray.service.storage.storage_path import StoragePath
@@ -61,33 +61,33 @@ def test_another_store_gets_the_experiment_of_the_same_name(run: Path, experimen
 def test_the_store_is_that_of_the_run(
     run: Path, sqlite_tracker: Tracker, where: Where, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert in_its_store(run, where).tracking_uri == sqlite_tracker.uri
+    assert with_recorded_store(run, where).tracking_uri == sqlite_tracker.uri
     assert f"recorded in {sqlite_tracker.uri}, as before" in capsys.readouterr().err
     given = Where(storage_path=where.storage_path, tracking_uri="sqlite:///given.db")
-    assert in_its_store(run, given) == given
-    assert in_its_store(run.parent / "new", where) == where
+    assert with_recorded_store(run, given) == given
+    assert with_recorded_store(run.parent / "new", where) == where
 
 
 def test_a_store_that_was_moved_or_copied_with_its_runs_is_theirs(
     run: Path, sqlite_tracker: Tracker, where: Where
 ) -> None:
     shutil.copy(sqlite_tracker.uri.removeprefix("sqlite:///"), run.parent / "mlflow.db")
-    assert in_its_store(run, where) == where
+    assert with_recorded_store(run, where) == where
     note(run, store=f"sqlite:///{run / 'events.jsonl'}")  # no store, as one that is gone
-    assert in_its_store(run, where) == where
+    assert with_recorded_store(run, where) == where
 
 
 def test_a_store_whose_password_is_not_kept_has_to_be_named(run: Path, where: Where) -> None:
     bucket = Where(storage_path=StoragePath("s3://bucket/runs"))
     note(run, store="http://127.0.0.1:5000")
     for each in (where, bucket):
-        assert in_its_store(run, each).tracking_uri == "http://127.0.0.1:5000"
+        assert with_recorded_store(run, each).tracking_uri == "http://127.0.0.1:5000"
     note(run, store="http://***@127.0.0.1:5000")
     with pytest.raises(TrackingUnavailableError, match="user and password are not kept; give --tracking-uri as before"):
-        in_its_store(run, where)
+        with_recorded_store(run, where)
     (run / SHIPPED).unlink()
     with pytest.raises(TrackingUnavailableError, match="tracking uri = None"):
-        in_its_store(run, bucket)
+        with_recorded_store(run, bucket)
 
 
 def test_the_environments_store_is_for_what_is_recorded_nowhere_yet(
@@ -97,12 +97,12 @@ def test_the_environments_store_is_for_what_is_recorded_nowhere_yet(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", theirs)
     assert tracking_uri_of(where.storage_path, None) == tracking_uri_of(bucket, None) == theirs
     assert tracking_uri_of(where.storage_path, "sqlite:///given.db") == "sqlite:///given.db"
-    assert in_its_store(run.parent / "new", where) == where
-    assert in_its_store(run, where).tracking_uri == sqlite_tracker.uri
+    assert with_recorded_store(run.parent / "new", where) == where
+    assert with_recorded_store(run, where).tracking_uri == sqlite_tracker.uri
     shutil.copy(sqlite_tracker.uri.removeprefix("sqlite:///"), run.parent / "mlflow.db")
-    assert in_its_store(run, where).tracking_uri == f"sqlite:///{run.parent / 'mlflow.db'}"
+    assert with_recorded_store(run, where).tracking_uri == f"sqlite:///{run.parent / 'mlflow.db'}"
     note(run, store="http://***@127.0.0.1:5000")
-    assert in_its_store(run, where).tracking_uri == theirs
+    assert with_recorded_store(run, where).tracking_uri == theirs
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     assert tracking_uri_of(where.storage_path, None) == f"sqlite:///{run.parent / 'mlflow.db'}"
 

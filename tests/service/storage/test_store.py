@@ -11,8 +11,8 @@ from tests.service.storage.conftest import Machines
 from tests.service.waiting import wait_until
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import StoreError
-from triaccel_ray.service.storage.background import Background, insist
-from triaccel_ray.service.storage.mirror import catch_up
+from triaccel_ray.service.storage.background import Background, retry
+from triaccel_ray.service.storage.mirror import pull_run
 from triaccel_ray.service.storage.store import Store
 
 
@@ -46,9 +46,9 @@ def test_a_store_that_cannot_be_used_says_so(tmp_path: Path) -> None:
 def test_a_store_that_returns_in_time_was_never_away(machines: Machines) -> None:
     with machines.unreachable():
         with pytest.raises(StoreError, match="there is no"):
-            catch_up(machines.place, patience_s=0.3)
+            pull_run(machines.place, patience_s=0.3)
         threading.Timer(0.5, (machines.root / "out-of-reach").rename, [machines.store]).start()
-        insist(lambda: Store(machines.place.storage).check(writable=False))
+        retry(lambda: Store(machines.place.storage).check(writable=False))
         machines.store.rename(machines.root / "out-of-reach")
 
 

@@ -21,10 +21,10 @@ from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.copies import WRITER
 from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, MODEL, PREVIOUS, SPEC
-from triaccel_ray.service.storage.mirror import catch_up, mirrored, pull_all, require_unused
+from triaccel_ray.service.storage.mirror import mirrored, pull_all, pull_run, require_unused
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp, Store
-from triaccel_ray.service.storage.training_folder import edited
+from triaccel_ray.service.storage.training_folder import editing_log
 
 
 def test_a_run_goes_on_from_the_store_unless_its_own_folder_is_ahead(machines: Machines) -> None:
@@ -98,10 +98,10 @@ def test_the_log_of_a_run_elsewhere_is_read_without_taking_it_over_and_can_be_en
     there.close()
     writer = (machines.kept / WRITER).read_text()
     here = machines.move_to("a")
-    with edited(machines.place) as folder:
+    with editing_log(machines.place) as folder:
         assert held(folder) == {EVENTS: "1\n2\n", ERROR: "what it failed by"}
     assert (machines.kept / WRITER).read_text() == writer
-    with edited(machines.place) as folder:
+    with editing_log(machines.place) as folder:
         (folder / ERROR).unlink()
         write(folder, {EVENTS: "1\nend\n"})
     assert (machines.kept / WRITER).read_text() != writer
@@ -257,7 +257,7 @@ def test_a_traceback_is_in_the_store_as_long_as_its_failure_counts(machines: Mac
     here.close()
     assert held(machines.kept)[ERROR] == ""
     machines.move_to("b")
-    catch_up(machines.place)
+    pull_run(machines.place)
     assert ERROR not in held(machines.place.folder)
     assert read_run(machines.place.folder).status == "stopped"
 

@@ -235,7 +235,7 @@ def pull_back(
 def measuring(model: nn.Module, *, strict_fp32: bool = False) -> Iterator[None]:
     """Holds the model in eval mode, without autocast and with gradients enabled; restores its state afterwards.
 
-    Backward passes run in the calling thread: PyTorch's own threads would allocate more workspaces (see `LentStream`).
+    Backward passes run in the calling thread: PyTorch's own threads need workspaces of their own (see `PooledStream`).
     With `strict_fp32`, FP32 on a GPU is TF32 only inside `tensor_cores`; without it, PyTorch's flags decide.
 
     Two kinds of models are measured without cuDNN. Its recurrent kernels refuse a backward pass in eval mode, and any

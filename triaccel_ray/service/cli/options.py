@@ -234,7 +234,7 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def to_repeat(command: str, folder: Path) -> str:
+def repeat_command(command: str, folder: Path) -> str:
     """Returns the command, ready to paste, that repeats the result in `folder`.
 
     A folder outside the default storage is named by its path, which needs no --storage-path.

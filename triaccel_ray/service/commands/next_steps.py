@@ -52,7 +52,7 @@ def resumable(words: str, place: StoragePath) -> Iterator[None]:
         raise HeadLostError(f"{error}{ONCE_IT_IS_BACK}\n{words}") from error
 
 
-def say_how_it_ended(run: RunRecord) -> None:
+def print_outcome(run: RunRecord) -> None:
     """Prints how a run that is being resumed failed, and what happens now; prints nothing if it did not fail."""
     if run.end is None or run.end.status != "failed":
         return

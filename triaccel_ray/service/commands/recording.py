@@ -12,7 +12,7 @@ from triaccel_ray.records.events import End, EventLog, Start, TakenOverError
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.console import err
 from triaccel_ray.service.credentials import HIDDEN, without_credentials
-from triaccel_ray.service.failures import cause_of, needing_room
+from triaccel_ray.service.failures import cause_of, reporting_full_disk
 from triaccel_ray.service.runs.record import has_begun
 from triaccel_ray.service.search.search import JOURNAL, best_trial, read_search
 from triaccel_ray.service.search.spec import SearchSpec
@@ -29,7 +29,7 @@ FLUSH_TIMEOUT_S = 15.0
 """Time that a command waits at its end for a store that does not answer."""
 
 
-def in_its_store(folder: Path, where: Where) -> Where:
+def with_recorded_store(folder: Path, where: Where) -> Where:
     """Returns `where` with the tracking store that holds the run of `folder`, unless `where` names a store.
 
     Raises:
@@ -139,7 +139,7 @@ def recording_parent(
     Interrupted work ends the log too, so that nothing stays "running" for ever. Resuming, by the command `words`,
     removes that end.
     """
-    with needing_room(folder):
+    with reporting_full_disk(folder):
         log = EventLog(folder / EVENTS, keep=1 if has_begun(folder) else 0)
         if log.num_records == 0:
             log.append(Start(control=control, info=parent.tags))
@@ -154,5 +154,5 @@ def recording_parent(
                 log.append(end)
             raise
         finally:
-            with needing_room(folder):
+            with reporting_full_disk(folder):
                 log.close()

@@ -25,21 +25,21 @@ from triaccel_ray.service.cluster.cluster import (
     require_reachable,
 )
 from triaccel_ray.service.commands.model_delivery import deliver_model
-from triaccel_ray.service.commands.next_steps import ONCE_IT_IS_BACK, resumable, resume_words, say_how_it_ended
+from triaccel_ray.service.commands.next_steps import ONCE_IT_IS_BACK, print_outcome, resumable, resume_words
 from triaccel_ray.service.commands.progress import Progress
 from triaccel_ray.service.commands.recording import (
     experiment_of,
-    in_its_store,
     recording,
     recording_parent,
     search_parent,
+    with_recorded_store,
 )
 from triaccel_ray.service.compare import comparison
 from triaccel_ray.service.compare.choosing import choose, trial_of
 from triaccel_ray.service.compare.comparison import COMPARISON, read_comparison, summary_metrics
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.console import err, out
-from triaccel_ray.service.failures import RunFailedError, needing_room
+from triaccel_ray.service.failures import RunFailedError, reporting_full_disk
 from triaccel_ray.service.report.comparison import view_comparison
 from triaccel_ray.service.report.report import View
 from triaccel_ray.service.report.run import view_run
@@ -71,7 +71,7 @@ from triaccel_ray.service.storage.layout import (
     ERROR,
     SETTINGS,
     begin,
-    claimed,
+    claiming_name,
     write_atomically,
     write_value,
 )
@@ -129,7 +129,7 @@ def carry_out(command: Trains | Resume, show: Callable[[View], object] = lambda 
         place = storage_of(command.where) / new_name(command.name, *_task_and_kind(asked))
     else:
         place = find(command.name, command.where, writable=True)
-        where = in_its_store(place.folder, where)
+        where = with_recorded_store(place.folder, where)
         asked = _asked_before(place.folder)
     resume = isinstance(command, Resume)
     context = Context(place=place, where=where, experiment=command.experiment, resume=resume, show=show)
@@ -182,7 +182,7 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
     tracker, experiment, words = _prepare(spec, context, Run.experiment)
     before = read_if_begun(folder) if context.resume else None
     if before is not None and before.has_outcome:
-        say_how_it_ended(before)
+        print_outcome(before)
         _write_settings(spec, folder)
         if before.status != "failed (out_of_memory)":
             with mirrored(place), recording(tracker, folder, words, experiment=experiment):
@@ -191,7 +191,7 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
             is_complete = before.status == "finished" and is_handed_over
             return Outcome(context=context, view=None, is_complete=is_complete)
     with (
-        contextlib.nullcontext() if context.resume else claimed(folder),
+        contextlib.nullcontext() if context.resume else claiming_name(folder),
         resumable(words, place),
         mirrored(place),
         _ray(where, words),
@@ -212,7 +212,7 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
 
 
 def _write_settings(spec: RunSpec, folder: Path) -> None:
-    with needing_room(folder):
+    with reporting_full_disk(folder):
         write_atomically(folder / SETTINGS, settings_text(spec))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from triaccel_ray.apply.precision import supported_precisions, useless_precisions
+from triaccel_ray.apply.precision import precisions_without_benefit, supported_precisions
 from triaccel_ray.config import require
 from triaccel_ray.decide.batch import ladder
 from triaccel_ray.measure.score import quality
@@ -114,7 +114,7 @@ def precisions_where_it_runs(spec: RunSpec, *, num_gpus: float) -> tuple[Precisi
 
 def _precisions(spec: RunSpec) -> list[str]:
     model = spec.load_task().model()
-    useless = useless_precisions(spec.torch_device.type, is_compiled=False)
+    useless = precisions_without_benefit(spec.torch_device.type, is_compiled=False)
     offered = [supported_precisions(layer, without=useless) for layer in find_layers(model)]
     return [level.value for level in Precision if any(level in each for each in offered)]
 

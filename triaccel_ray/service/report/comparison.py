@@ -9,7 +9,7 @@ from decimal import Decimal
 
 from triaccel_ray.measure.score import quality_text
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.cli.options import to_repeat
+from triaccel_ray.service.cli.options import repeat_command
 from triaccel_ray.service.compare.comparison import (
     READINGS,
     REFERENCE,
@@ -57,7 +57,7 @@ def view_comparison(record: Comparison) -> View:
     folder, spec, title = record.folder, record.spec, f"{record.folder.name}: {record.spec.base.task}"
     tables = comparison_tables(record)
     best = best_of({method: record.results(method) for method in spec.all_methods})
-    command = to_repeat("run", folder / f"{best}-seed0") if best else ""
+    command = repeat_command("run", folder / f"{best}-seed0") if best else ""
     advice = f"to train with {label(best)}, which has the best score"
     missing = [name for name in final_runs(spec, record.choices or Choices()) if name not in record.runs]
     unwell = troubles({**record.trials, **record.runs}, missing)
@@ -84,7 +84,7 @@ def _sections(record: Comparison, tables: Sequence[Grid], unwell: Mapping[str, s
     subtitle = joined(f"{spec.base.task}, {seeds}", sharing_note(spec.base))
     facts = {"what": f"comparison of {', '.join(map(label, spec.all_methods))}", "seeds": f"{seeds}, from 0"}
     first, *others = [Section(title=grid.title, table=replace(grid, title="")) for grid in tables]
-    yield about(spec.base, list(record.runs.values()), facts, to_repeat("compare", folder))
+    yield about(spec.base, list(record.runs.values()), facts, repeat_command("compare", folder))
     yield Section(title=TROUBLES, facts=unwell)
     yield first
     if series := [_series(each, goal) for each in _results(record, spec.all_methods).values() if each.by_seed]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from triaccel_ray.records.events import Epoch
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.cli.options import settings_text, to_repeat
+from triaccel_ray.service.cli.options import repeat_command, settings_text
 from triaccel_ray.service.report.figures import run_figures
 from triaccel_ray.service.report.provenance import TROUBLES, about, run_notes, trouble_lines, troubles
 from triaccel_ray.service.report.report import Section, View, write_page
@@ -90,4 +90,4 @@ def _metric_cell(epoch: Epoch, name: str, goal: Goal) -> str:
 
 def _command(run: RunRecord) -> str:
     """Returns the command that repeats the run; empty if a user's own code trained it."""
-    return "" if run.spec.task == OWN_CODE else to_repeat("run", run.folder)
+    return "" if run.spec.task == OWN_CODE else repeat_command("run", run.folder)

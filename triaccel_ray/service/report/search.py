@@ -16,7 +16,7 @@ from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.importance import FanovaImportanceEvaluator
 
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.cli.options import to_repeat
+from triaccel_ray.service.cli.options import repeat_command
 from triaccel_ray.service.report.drawing import BLUE, GREY, METHOD_LOOKS, NAVY, save
 from triaccel_ray.service.report.many_runs import Curve, Series, learning_curves, metric_against_cost
 from triaccel_ray.service.report.provenance import TROUBLES, about, sharing_note, trouble_lines, troubles
@@ -90,14 +90,14 @@ def _sections(record: SearchRecord, advice: Recommendation, grid: Grid, unwell: 
     }
     yield replace(said, command=advice.command)
     runs = [*record.baselines.values(), *record.trials]
-    yield about(spec.base, runs, facts, to_repeat("search", record.folder))
+    yield about(spec.base, runs, facts, repeat_command("search", record.folder))
     yield Section(title=TROUBLES, facts=unwell)
     if series := outcomes(record):
         limit = record.objective.limit if record.objective.reference else None
         figure = metric_against_cost(series, goal, limit=limit, about=joined(name, sharing_note(spec.base)))
         picture = save(figure, pictures / "pareto.png")
         yield Section(title=f"{goal.words.capitalize()} against time and memory", pictures=[picture])
-    one = to_repeat("report", record.folder / search.TRIALS / "NAME").replace("--from ", "")
+    one = repeat_command("report", record.folder / search.TRIALS / "NAME").replace("--from ", "")
     text = f"What the loop did in a trial is on a page of its own: {one}"
     order = "smallest shortfall first" if advice.best is None else "best first"
     yield Section(title=f"Trials, {order}", text=text, table=grid)
@@ -171,7 +171,7 @@ def recommendation(record: SearchRecord) -> Recommendation:
         if not values:
             return Recommendation(sentence=_why_none(record))
         winner = max(values, key=lambda name: values[name])
-        command = to_repeat("run", record.baselines[winner].folder)
+        command = repeat_command("run", record.baselines[winner].folder)
         return Recommendation(sentence=f"{_why_none(record)} Until then train with {winner.upper()}:", command=command)
     said = {name: _said(objective.name, found, objective.goal) for name, found in figures.items()}
     winner = max(values, key=lambda name: values[name])  # the trial wins ties
@@ -183,12 +183,12 @@ def recommendation(record: SearchRecord) -> Recommendation:
         thresholds = ", ".join(f"{scale.name} {scale.text(scale.value(best.spec.control))}" for scale in scales)
         sentence += f" ({others})" if others else ""
         sentence += f". To train with its thresholds ({thresholds}):"
-        return Recommendation(sentence=sentence, command=to_repeat("run", best.folder), best=best)
+        return Recommendation(sentence=sentence, command=repeat_command("run", best.folder), best=best)
     name, (_, better, text) = winner.upper(), said[winner]
     sentence += (
         f", {'above' if value > better else 'below'} {name}'s {text}: on this task and hardware train with {name}."
     )
-    command = to_repeat("run", record.baselines[winner].folder)
+    command = repeat_command("run", record.baselines[winner].folder)
     return Recommendation(sentence=sentence, command=command, best=best, beaten_by=name)
 
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.apply.evaluate import measured
-from triaccel_ray.apply.precision import useless_precisions
+from triaccel_ray.apply.precision import precisions_without_benefit
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import ControlConfig, require
-from triaccel_ray.cuda.stream_pool import LentStream
+from triaccel_ray.cuda.stream_pool import PooledStream
 from triaccel_ray.data.sources import DataSource, delivered
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.model.dry_run import blaming, described, refusing_exits, require_working
+from triaccel_ray.model.dry_run import attributing_errors, described, forbidding_exit, require_working
 from triaccel_ray.model.layers import Loss, find_layers, forward, require_trainable
 from triaccel_ray.records.events import Tick
 from triaccel_ray.records.plan import Precision
@@ -57,11 +57,11 @@ def build_loop(
     seed_everything(spec.seed)
     model = _model_of(task, device)
     layers = find_layers(model)
-    with blaming(f"{type(task).__name__}.optimizer()"):
+    with attributing_errors(f"{type(task).__name__}.optimizer()"):
         optimizer = task.optimizer(model, spec.recipe)
     require_trainable(model, optimizer, layers)
     loss, train = partial(task.loss, recipe=spec.recipe), delivered(train, device, control.execution.data_on)
-    with LentStream(device).current() if on_gpu and not spec.is_baseline else contextlib.nullcontext():
+    with PooledStream(device).current() if on_gpu and not spec.is_baseline else contextlib.nullcontext():
         for source in (train, splits.held_out) if spec.purpose is Purpose.SEARCH else (train,):
             require_working(model, loss, source, partial(measured, task.metrics))
         if on_gpu:
@@ -152,7 +152,7 @@ def splits_of(task: Task, purpose: Purpose) -> Splits:
         TypeError: `data` did not return `Splits`.
     """
     what = f"{type(task).__name__}.data()"
-    with blaming(what):
+    with attributing_errors(what):
         splits = task.data(purpose)
     if not isinstance(splits, Splits):
         raise TypeError(f"{what} returned {described(splits)}: must return Splits(train=..., held_out=...)")
@@ -161,11 +161,11 @@ def splits_of(task: Task, purpose: Purpose) -> Splits:
 
 def _model_of(task: Task, device: torch.device) -> nn.Module:
     what = f"{type(task).__name__}.model()"
-    with blaming(what):
+    with attributing_errors(what):
         model = task.model()
     if not isinstance(model, nn.Module):
         raise TypeError(f"{what} returned {described(model)}: must return a torch.nn.Module")
-    with blaming(f"{what}.to({str(device)!r})"):
+    with attributing_errors(f"{what}.to({str(device)!r})"):
         return model.to(device)
 
 
@@ -202,11 +202,11 @@ def _rehearse(spec: RunSpec, control: ControlConfig, task: Task, train: DataSour
     precision, size = control.precision, control.batch.start if spec.is_baseline else control.batch.minimum
     levels = [precision.initial]
     if precision.enabled:
-        useless = useless_precisions("cpu", is_compiled=control.execution.compile == "on")
+        useless = precisions_without_benefit("cpu", is_compiled=control.execution.compile == "on")
         levels = [level for level in Precision if precision.allow_slow_precisions or level not in useless]
     source = _FirstSamples(train, 2 * size)
     # An error here will occur in the run, too, which then has a log to record it.
-    with contextlib.suppress(Exception), refusing_exits():
+    with contextlib.suppress(Exception), forbidding_exit():
         for level in levels:
             short = replace(
                 control,

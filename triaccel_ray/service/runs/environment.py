@@ -72,7 +72,7 @@ def part_of_device(total_bytes: int, num_sharing: int, budget_bytes: int | None 
     return part if budget_bytes is None else budget_bytes
 
 
-def hold_to_part(device: torch.device, num_sharing: int, budget_bytes: int | None = None) -> int | None:
+def cap_memory_share(device: torch.device, num_sharing: int, budget_bytes: int | None = None) -> int | None:
     """Returns the memory budget of a process that shares a GPU with others, and caps its memory there from now on.
 
     A process on a CPU, or with a GPU of its own, is not capped and gets `budget_bytes` back.

@@ -23,7 +23,7 @@ from triaccel_ray.records.events import (
     read_events,
 )
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.failures import RESULTS, broken_off, needing_room, set_damage_aside
+from triaccel_ray.service.failures import RESULTS, interruptions_in, quarantine_damaged_log, reporting_full_disk
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import EVENTS, SPEC, read_value, write_value
@@ -167,23 +167,23 @@ class RunLog:
         Returns the log's interruptions with their positions, and the one to record now; None if nothing had begun.
         """
         path = self._folder / EVENTS
-        damage = set_damage_aside(path)
+        damage = quarantine_damaged_log(path)
         if path.exists():
-            with needing_room(self._folder):
+            with reporting_full_disk(self._folder):
                 EventLog(path, keep=None).close()
-        earlier, latest = broken_off(path)
+        earlier, latest = interruptions_in(path)
         return earlier, Interruption(cause="damaged", message=damage, epoch=0) if damage else latest
 
     def open(self, *, keep: int = 0, checksum: int | None = None) -> None:
         """Opens the log, cut back to its first `keep` records as by `EventLog`, and writes the spec beside it."""
-        with needing_room(self._folder):
+        with reporting_full_disk(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             write_value(self._folder / SPEC, self._spec)  # the old one may be damaged, too
             self._log = EventLog(self._folder / EVENTS, keep=keep, checksum=checksum)
 
     def append(self, record: Record) -> None:
         """Writes a record, unless the log has ended; raises TakenOverError like `confirm`."""
-        with self._writing, needing_room(self._folder):
+        with self._writing, reporting_full_disk(self._folder):
             if self._log is not None and not self.ended:
                 try:
                     self._log.append(record)
@@ -197,7 +197,7 @@ class RunLog:
 
         Raises TakenOverError like `confirm`.
         """
-        with self._writing, needing_room(self._folder):
+        with self._writing, reporting_full_disk(self._folder):
             if self._log is None or self.ended:
                 return None
             self._log.sync()
@@ -212,7 +212,7 @@ class RunLog:
         """Closes the log."""
         log, self._log = self._log, None
         if log is not None:
-            with needing_room(self._folder):
+            with reporting_full_disk(self._folder):
                 log.close()
 
 
@@ -229,7 +229,7 @@ def end_run(folder: Path, spec: RunSpec | None, end: End) -> None:
         records = [event.record for event in read_events(path)]
         keep = len(records) - isinstance(records[-1], End)
     folder.mkdir(parents=True, exist_ok=True)
-    with needing_room(folder), contextlib.closing(EventLog(path, keep=keep)) as log:
+    with reporting_full_disk(folder), contextlib.closing(EventLog(path, keep=keep)) as log:
         if keep == 0 and spec is not None:
             write_value(folder / SPEC, spec)
             log.append(Start(control=spec.method_control, info={"task": spec.task, "method": spec.method}))

@@ -33,9 +33,9 @@ from triaccel_ray.service.runs.record import end_run, read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trial import NAME, RunContext, RunTrial
-from triaccel_ray.service.storage.mirror import catch_up
+from triaccel_ray.service.storage.mirror import pull_run
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.service.storage.training_folder import edited
+from triaccel_ray.service.storage.training_folder import editing_log
 
 _ENDS_ALL: Mapping[str, type[ValueError]] = {"disk_full": DiskFullError, "taken_over": TakenOverError}
 """Cause that stops all trials once one of them reports it -> the exception that `fit` then raises."""
@@ -120,7 +120,7 @@ def fit(
             raise _ENDS_ALL[cause](last[name]["message"])
         if result.error is not None:
             last[name] = {"error": (error := _reason(result.error))}
-            with edited(context.place / name) as folder:
+            with editing_log(context.place / name) as folder:
                 end_run(folder, context.spec_of(config_of), failed(error))
     # Reference cycles in Tune hold Ray handles. Freed by another thread during Ray's shutdown, they end the process.
     del tuner, results
@@ -180,7 +180,7 @@ def _failure(place: StoragePath, last: Mapping[str, Any]) -> Exception | None:
     error: Exception | None = last.get("error")
     if not isinstance(error, StoreError):
         try:
-            catch_up(place)  # first: the message depends on the files in the folder
+            pull_run(place)  # first: the message depends on the files in the folder
         except StoreError as unreachable:
             error = unreachable
     if error is None:

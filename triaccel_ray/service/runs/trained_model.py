@@ -14,7 +14,7 @@ from triaccel_ray.records.checkpoint import save_durably
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.events import Epoch
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.failures import needing_room
+from triaccel_ray.service.failures import reporting_full_disk
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import MODEL
 
@@ -66,7 +66,7 @@ class TrainedModel:
     def _write(self, weights: dict[str, Any]) -> None:
         for name, value in weights.items():  # in place: the mapping carries the versions of its modules
             weights[name] = value.cpu() if isinstance(value, Tensor) else value
-        with needing_room(self._path.parent):
+        with reporting_full_disk(self._path.parent):
             save_durably(self._path, weights, confirm=self._confirm)
 
 

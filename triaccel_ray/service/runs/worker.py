@@ -15,11 +15,11 @@ import torch
 from triaccel_ray.apply.evaluate import Evaluation
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import require
-from triaccel_ray.cuda.allocator import hold_less
+from triaccel_ray.cuda.allocator import use_lean_memory
 from triaccel_ray.data.sources import delivered
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.score import BYTES_PER_GB, EpochTimes, efficiency_score
-from triaccel_ray.model.dry_run import refusing_exits, users_lines
+from triaccel_ray.model.dry_run import forbidding_exit, users_lines
 from triaccel_ray.records.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.events import End, Epoch, LogError, TakenOverError
@@ -30,11 +30,11 @@ from triaccel_ray.service.failures import (
     cause_of,
     failed,
     keep_replaced,
-    needing_room,
+    reporting_full_disk,
     write_traceback,
 )
 from triaccel_ray.service.runs.building import build_loop, fitted_control, seed_everything, splits_of
-from triaccel_ray.service.runs.environment import hold_to_part, start_record
+from triaccel_ray.service.runs.environment import cap_memory_share, start_record
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import ONE_VIEW, RunLog, figures_of
 from triaccel_ray.service.runs.spec import RunSpec
@@ -58,8 +58,8 @@ class Worker:
         self.device = spec.torch_device
         # Both before the first tensor: existing ones would stay as they are, and the cap must hold for the model, too.
         if spec.lean_memory and not spec.is_baseline:
-            hold_less(self.device)
-        self._budget_bytes = hold_to_part(self.device, spec.trials_per_gpu, spec.memory_budget_bytes)
+            use_lean_memory(self.device)
+        self._budget_bytes = cap_memory_share(self.device, spec.trials_per_gpu, spec.memory_budget_bytes)
         if self.device.type == "cpu":
             torch.set_num_threads(1)  # waiting for threads on busy cores costs more than they gain
         seed_everything(spec.seed)
@@ -238,7 +238,7 @@ class Worker:
             "last": None if self.last is None else encode(self.last),
             "trained_model": self._trained.state_dict(self.last),
         }
-        with needing_room(self.folder):
+        with reporting_full_disk(self.folder):
             path, previous = self.folder / CHECKPOINT, self.folder / PREVIOUS
             save_checkpoint(path, state, previous=previous, confirm=self.log.confirm)
 
@@ -306,7 +306,7 @@ class Worker:
     def _failing(self) -> Iterator[None]:
         """Logs any error that the code inside raises, also a `sys.exit` in the user's code."""
         try:
-            with refusing_exits():
+            with forbidding_exit():
                 yield
         except (DiskFullError, TakenOverError):
             raise  # no room for an end record either, or the log belongs to another process

@@ -19,7 +19,7 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 from triaccel_ray.records.events import Claim, LogError, read_events
 from triaccel_ray.search_spaces.thresholds import ANCHOR, Calibration, calibration, search_space, thresholds
 from triaccel_ray.search_spaces.tuned import Result, TunedThresholds
-from triaccel_ray.service.cli.options import to_repeat
+from triaccel_ray.service.cli.options import repeat_command
 from triaccel_ray.service.runs.objective import Objective, grace_epochs
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun, read_run
 from triaccel_ray.service.runs.runs import fit, run_all
@@ -29,9 +29,9 @@ from triaccel_ray.service.runs.trial import RunContext, reopen
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.search.suggestions import JournaledSearch, quiet_optuna
 from triaccel_ray.service.storage.layout import BASELINES, EVENTS, read_value, write_value
-from triaccel_ray.service.storage.mirror import bring, catch_up
+from triaccel_ray.service.storage.mirror import bring, pull_run
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.service.storage.training_folder import edited
+from triaccel_ray.service.storage.training_folder import editing_log
 
 _WAY_OUT = "restore it, or begin a new search"
 SEARCH = "search.json"
@@ -147,7 +147,7 @@ def tune_trials(
     context = RunContext(place=trials, spec_of=spec_of, objective=prepared.objective, shared=shared)
     if resume:
         for trial in trials.folder.glob("*"):
-            with edited(trials / trial.name) as log:
+            with editing_log(trials / trial.name) as log:
                 reopen(log)
     space, pareto, epochs = search_space(spec.space, spec.optional), spec.objective == "pareto", base.recipe.epochs
     several = {"quality": True, "seconds_per_epoch": False, "peak_gb": False}
@@ -168,7 +168,7 @@ def tune_trials(
             search_alg=suggestions, scheduler=scheduler, num_samples=spec.num_trials, reuse_actors=True
         )
         fit(context, config, num_gpus=num_gpus)
-    catch_up(trials)
+    pull_run(trials)
 
 
 def read_search(folder: Path) -> SearchRecord:
@@ -262,7 +262,7 @@ def found_in(record: SearchRecord) -> TunedThresholds | None:
     return TunedThresholds(
         task=best.spec.task,
         metric=best.spec.goal.name,
-        command=to_repeat("search", record.folder),
+        command=repeat_command("search", record.folder),
         date=datetime.fromtimestamp(began, UTC).date().isoformat(),
         hardware=info.get("hardware", "unknown"),
         versions={name: info[name] for name in ("triaccel-ray", "torch", "triton", "python") if name in info},

@@ -18,7 +18,7 @@ from ray.tune.search import Searcher
 from ray.tune.search.optuna import OptunaSearch
 
 from triaccel_ray.records.events import Claim, LogError
-from triaccel_ray.service.failures import needing_room
+from triaccel_ray.service.failures import reporting_full_disk
 from triaccel_ray.service.runs.trial import ENDED, FINISHED, NAME
 
 
@@ -122,7 +122,7 @@ class JournaledSearch(Searcher):
     def _note(self, line: Mapping[str, Any]) -> None:
         if self._claim is not None:
             self._claim.require()
-        with needing_room(self._journal.parent), self._journal.open("ab") as file:
+        with reporting_full_disk(self._journal.parent), self._journal.open("ab") as file:
             file.write(json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())

@@ -17,7 +17,7 @@ RETRY_S = 5.0
 _logger = logging.getLogger(__name__)
 
 
-def insist(work: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+def retry(work: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
     """Calls `work`, and retries it with backoff while it raises StoreError.
 
     Raises:

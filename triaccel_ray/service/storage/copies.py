@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from triaccel_ray.service.failures import StoreError, needing_room
+from triaccel_ray.service.failures import StoreError, reporting_full_disk
 from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, MODEL, REPLACED, SETTINGS, SPEC
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp, Store
@@ -88,7 +88,7 @@ def pull(place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[
         if stamp.size == 0:
             path.unlink(missing_ok=True)
             continue
-        with needing_room(folder):
+        with reporting_full_disk(folder):
             folder.mkdir(parents=True, exist_ok=True)
             store_of(place).read(f"{place.name}/{file}", path)
         os.utime(path, ns=(stamp.mtime_ns, stamp.mtime_ns))
@@ -101,7 +101,7 @@ def store_of(place: StoragePath) -> Store:
 
 
 @contextlib.contextmanager
-def saying_where(place: StoragePath, folder: Path) -> Iterator[None]:
+def naming_local_copy(place: StoragePath, folder: Path) -> Iterator[None]:
     """Extends a StoreError of the body: says that the files are in `folder`, and which command uploads them."""
     try:
         yield

@@ -53,7 +53,7 @@ def begin(folder: Path, file: str, spec: Any) -> None:
 
 
 @contextlib.contextmanager
-def claimed(folder: Path) -> Iterator[None]:
+def claiming_name(folder: Path) -> Iterator[None]:
     """Creates `folder` to reserve its name, and removes it afterwards if it is still empty.
 
     Raises:

@@ -11,8 +11,8 @@ from filelock import FileLock, Timeout
 
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import DiskFullError, StoreError, cause_of
-from triaccel_ray.service.storage.background import PATIENCE_S, Background, insist
-from triaccel_ray.service.storage.copies import COMMAND, LOG, SETS, pull, push, saying_where, store_of
+from triaccel_ray.service.storage.background import PATIENCE_S, Background, retry
+from triaccel_ray.service.storage.copies import COMMAND, LOG, SETS, naming_local_copy, pull, push, store_of
 from triaccel_ray.service.storage.layout import EVENTS, name_in_use, require_new
 from triaccel_ray.service.storage.storage_path import StoragePath, is_plain_name
 from triaccel_ray.service.storage.store import Stamp
@@ -67,14 +67,14 @@ def mirrored(place: StoragePath, *, patience_s: float = PATIENCE_S) -> Iterator[
                 following.stop(5.0)
             if cause_of(error) != "taken_over":
                 try:  # briefly: the user is waiting for the error message
-                    with saying_where(place, StoragePath(place.storage).folder):
-                        insist(settle, min(patience_s, 5.0))
+                    with naming_local_copy(place, StoragePath(place.storage).folder):
+                        retry(settle, min(patience_s, 5.0))
                 except (StoreError, DiskFullError) as failure:
                     _logger.warning("%s", failure)
             raise
-        with saying_where(place, StoragePath(place.storage).folder):
+        with naming_local_copy(place, StoragePath(place.storage).folder):
             following.stop(patience_s)
-            insist(settle, patience_s)
+            retry(settle, patience_s)
 
 
 def bring(place: StoragePath, files: Sequence[str]) -> None:
@@ -98,10 +98,10 @@ def pull_all(place: StoragePath) -> None:
                 pull(folder, folder.folder, (*COMMAND, *LOG), there)
 
 
-def catch_up(place: StoragePath, patience_s: float = PATIENCE_S) -> None:
+def pull_run(place: StoragePath, patience_s: float = PATIENCE_S) -> None:
     """Downloads the logs of runs at and below `place`, wherever they train."""
     if place.uri is not None:
-        insist(lambda: _pull_logs(place), patience_s)
+        retry(lambda: _pull_logs(place), patience_s)
 
 
 def require_unused(place: StoragePath) -> None:

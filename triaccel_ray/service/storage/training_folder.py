@@ -17,8 +17,8 @@ from pathlib import Path
 from filelock import FileLock
 
 from triaccel_ray.records.events import TakenOverError
-from triaccel_ray.service.storage.background import PATIENCE_S, Background, insist
-from triaccel_ray.service.storage.copies import LOG, RUN, WRITER, pull, push, saying_where, store_of
+from triaccel_ray.service.storage.background import PATIENCE_S, Background, retry
+from triaccel_ray.service.storage.copies import LOG, RUN, WRITER, naming_local_copy, pull, push, store_of
 from triaccel_ray.service.storage.layout import EVENTS, PREVIOUS, write_atomically
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp
@@ -36,7 +36,7 @@ class TrainingFolder:
     def open(self, files: Sequence[str] = RUN) -> None:
         """Downloads `files` of the run, which may have begun on another machine, and starts background uploads."""
         if self._place.uri is not None:
-            insist(lambda: self._take(files), self._patience_s)
+            retry(lambda: self._take(files), self._patience_s)
             self._pushing = Background(self.push, str(self._place))
 
     def push_soon(self) -> None:
@@ -57,9 +57,9 @@ class TrainingFolder:
         """
         pushing, self._pushing = self._pushing, None
         if pushing is not None:
-            with saying_where(self._place, self.path):
+            with naming_local_copy(self._place, self.path):
                 pushing.stop(self._patience_s)
-                insist(self.push, self._patience_s)
+                retry(self.push, self._patience_s)
 
     def push(self) -> None:
         """Uploads the files that have changed.
@@ -108,7 +108,7 @@ class TrainingFolder:
 
 
 @contextlib.contextmanager
-def edited(place: StoragePath) -> Iterator[Path]:
+def editing_log(place: StoragePath) -> Iterator[Path]:
     """Yields the local folder of a run that is not training; uploads the log that the body has changed."""
     folder = TrainingFolder(place)
     folder.open(LOG)
