@@ -60,6 +60,22 @@ def test_a_convolution_that_changes_computes_what_it_became(device: str) -> None
     assert torch.allclose(convolve(module, input=x), module(x), atol=1e-5)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_torch_func_differentiates_a_convolution(device: str) -> None:
+    module = _depthwise(padding=1).to(device, memory_format=torch.channels_last)
+    x = torch.randn(2, 8, 5, 5, device=device).to(memory_format=torch.channels_last)
+    active: list[bool] = []
+
+    def total(x: torch.Tensor, convolve: Callable[..., torch.Tensor]) -> torch.Tensor:
+        active.append(torch._C._are_functorch_transforms_active())  # what kernels look at
+        return convolve(module, x).square().sum()
+
+    actual, expected = (torch.func.grad(total)(x, each) for each in (forward_of(module), nn.Conv2d.forward))
+    assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-5)
+    assert all(active)
+    assert not torch._C._are_functorch_transforms_active()
+
+
 def test_a_convolution_with_a_method_of_its_own_keeps_it() -> None:
     module = _depthwise()
     module._conv_forward = lambda x, weight, bias: x  # as some replace it to pad otherwise

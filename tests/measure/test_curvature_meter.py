@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.measure.curvature_models import (
 )
 from tests.waiting import no_waiting
 from triaccel_ray.measure.curvature import meter as meter_module
+from triaccel_ray.measure.curvature.meter import Stage, _Probe
 from triaccel_ray.measure.curvature.objective import Limits, tensor_cores
 from triaccel_ray.model.layers import find_layers
 
@@ -246,6 +248,41 @@ def test_a_single_sample_is_probed_where_two_take_half_of_the_budget() -> None:
     found = meter.measure(inputs, targets, draws(), budget_bytes=2**30)
     assert seen[1] == 1
     torch.testing.assert_close(found.eigenvalues, directly(model, inputs, targets).eigenvalues)
+
+
+def test_a_single_sample_is_probed_after_memory_ran_out_for_two() -> None:
+    model, inputs, targets = make("smooth")
+    limited = nn.Sequential(model, Limited(1))
+    meter, seen = meter_of(limited, "fisher"), largest_batch(model)
+    meter.dry_run(inputs[:2], targets[:2])
+    assert not meter.off_because
+    seen[:] = [0]
+    meter._limits_within(2**30, meter._objective(inputs, targets))
+    assert seen == [0, 1]
+
+
+def test_a_prediction_grows_with_the_samples_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, targets = make("convolutions")
+    meter = meter_of(model, "fisher")
+    meter.dry_run(inputs[:2], targets[:2])
+    objective = meter._objective(inputs, targets)
+    two, four = (_Probe(num_samples=n, num_bytes=1, seconds=1.0 + n) for n in (2, 4))
+    assert meter._predicted_seconds(objective, [two, four]) is None  # without a GPU nothing is timed
+    monkeypatch.setattr(meter, "_device", torch.device("cuda"))
+    assert meter._predicted_seconds(objective, [two, four]) == 1.0 + len(inputs)
+    assert meter._predicted_seconds(objective, [_Probe(num_samples=1, num_bytes=1, seconds=0.5)]) == 0.5 * len(inputs)
+    in_pairs = replace(objective, limits=Limits(chunk_samples=2))
+    assert meter._predicted_seconds(in_pairs, [two, four]) == 5.0 * meter._method.num_passes(in_pairs)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_too_many_passes_are_not_captured(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter_module, "_MAX_CAPTURED_PASSES", 2)
+    model, inputs, targets = make("convolutions")
+    meter = meter_of(model, method)
+    meter._stage, meter._limits = Stage.WATCH, Limits(chunk_samples=2)
+    meter._measure_eagerly(meter._objective(inputs, targets), draws())
+    assert "passes of the model would take too much memory" in meter.not_captured_because
 
 
 def test_memory_that_runs_out_halves_what_passes_at_once() -> None:

@@ -142,6 +142,7 @@ def is_kernel_input(value: Any) -> bool:
         and value.is_cuda
         and value.dim() == 4
         and value.dtype in DTYPES
+        and not torch._C._are_functorch_transforms_active()  # private: kernels have no rules for `torch.func`
         and torch.cuda.get_device_capability(value.device) >= _MINIMAL_CAPABILITY
     )
 

@@ -73,6 +73,8 @@ class ScheduledCurvature:
                 if seconds is not None:
                     self._share.expect(seconds)
                     if self._waits(step):
+                        self._training.memory.trim()
+                        self._report(step)
                         return
                 with self._share.timed():
                     self._sensors.record_curvature(self.meter.measure(*batch, self._device_generator()))

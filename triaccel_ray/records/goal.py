@@ -7,7 +7,17 @@ from typing import Final
 
 LOSS: Final = "loss"
 RESERVED: Final = frozenset(
-    {LOSS, "score", "seconds_per_epoch", "peak_gb", "allocated_peak_gb", "idle_gb", "limit_gb", "epochs"}
+    {
+        LOSS,
+        "score",
+        "seconds_per_epoch",
+        "peak_gb",
+        "allocated_peak_gb",
+        "idle_gb",
+        "limit_gb",
+        "epochs",
+        "training_seconds",
+    }
 )
 """Names that results and MLflow already use for other values."""
 

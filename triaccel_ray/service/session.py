@@ -14,11 +14,13 @@ from triaccel_ray.records.events import LogError
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.compare.comparison import COMPARISON
 from triaccel_ray.service.console import err
+from triaccel_ray.service.credentials import without_credentials
 from triaccel_ray.service.search.search import SEARCH
 from triaccel_ray.service.storage.layout import EVENTS, SPEC
 from triaccel_ray.service.storage.mirror import pull_all
 from triaccel_ray.service.storage.storage_path import StoragePath, is_plain_name
 from triaccel_ray.service.storage.store import Store
+from triaccel_ray.service.tracking.sqlite_file import sqlite_path
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
 
@@ -26,7 +28,7 @@ def tracking_uri_of(storage: StoragePath, given: str | None) -> str:
     """Returns the tracking store's URI: `given`, else MLFLOW_TRACKING_URI, else a SQLite file in the storage folder.
 
     Raises:
-        ValueError: `given` is empty.
+        ValueError: `given` is empty, or the variable names a store of another kind.
         TrackingUnavailableError: `given` is None, and the storage is a URI.
     """
     rule = "must be http://HOST:PORT of a server or sqlite:///FILE; leave it out for mlflow.db in the storage folder"
@@ -42,8 +44,20 @@ def tracking_uri_of(storage: StoragePath, given: str | None) -> str:
 
 
 def named_store(given: str | None) -> str | None:
-    """Returns the URI of the tracking store given, else of the one that the environment names for all of MLflow."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or None if given is None else given
+    """Returns the URI of the tracking store given, else that of MLFLOW_TRACKING_URI; None if neither is set.
+
+    Raises:
+        ValueError: the variable names a store of a kind that is not supported.
+    """
+    name = "MLFLOW_TRACKING_URI"
+    uri = os.environ.get(name, "").strip()
+    if given is not None or not uri:
+        return given
+    is_supported = uri.startswith(("http://", "https://")) or sqlite_path(uri) is not None
+    rule = "must be http://HOST:PORT of a server or sqlite:///FILE; unset it, or give --tracking-uri"
+    require(is_supported, name, without_credentials(uri), rule)
+    path = sqlite_path(uri)
+    return uri if path is None else f"sqlite:///{os.path.abspath(path)}"
 
 
 def own_store(folder: Path) -> str:
@@ -61,7 +75,7 @@ def open_tracker(storage: StoragePath, tracking_uri: str | None) -> Tracker:
     if tracking_uri is None and storage.uri is None:
         require_storage(storage.folder, create=True)  # the SQLite file lies there
     tracker = tracker_of(storage, tracking_uri)
-    if tracker.display_uri != tracker.uri:
+    if tracking_uri is not None and tracker.display_uri != tracker.uri:
         text = (
             "--tracking-uri holds a password, which `ps` shows to others while a command starts: leave it out, and set"
         )
@@ -176,13 +190,11 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
         if os.sep not in name or storage.uri is not None:
             for part in name.split("/"):
                 checked_name(part)
-        place = storage / name
+        place = storage / name.rstrip("/")
         pull_all(place)
         if not os.path.isdir(place.folder):
-            parent = os.path.dirname(place.folder)
-            there = [each.name for each in os.scandir(parent) if each.is_dir()] if os.path.isdir(parent) else []
-            close = difflib.get_close_matches(place.base_name, there, n=1)
-            meant = f", did you mean {name.removesuffix(place.base_name)}{close[0]}?" if close else ";"
+            close = difflib.get_close_matches(place.base_name, _results_in(place.parent.folder), n=1)
+            meant = f", did you mean {(place.parent / close[0]).name}?" if close else ";"
             raise LogError(f"name = {name!r}: there is no folder {place}{meant} names are the folders in {storage}")
         if not os.listdir(place.folder):
             raise LogError(
@@ -200,6 +212,16 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
                     "makes such links; name a copy of the folder without it"
                 )
     return place
+
+
+def _results_in(folder: Path) -> list[str]:
+    """Returns the names of the runs, searches and comparisons in a folder."""
+    files = (EVENTS, SEARCH, COMPARISON)
+    try:
+        names = [each for each in os.listdir(folder) if is_plain_name(each)]
+    except OSError:
+        return []
+    return [each for each in names if any((folder / each / file).exists() for file in files)]
 
 
 def find_run(name: str, where: Where) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -102,7 +103,15 @@ def test_the_environments_store_is_for_what_is_recorded_nowhere_yet(
     shutil.copy(sqlite_tracker.uri.removeprefix("sqlite:///"), run.parent / "mlflow.db")
     assert with_recorded_store(run, where).tracking_uri == f"sqlite:///{run.parent / 'mlflow.db'}"
     note(run, store="http://***@127.0.0.1:5000")
-    assert with_recorded_store(run, where).tracking_uri == theirs
+    assert with_recorded_store(run, where) == where  # the variable has the password
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{os.path.relpath(run.parent / 'mlflow.db')}")
+    assert with_recorded_store(run, where) == where
+    assert tracking_uri_of(where.storage_path, None) == f"sqlite:///{run.parent / 'mlflow.db'}"
+    note(run, store=sqlite_tracker.uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "databricks")
+    with pytest.raises(ValueError, match=r"MLFLOW_TRACKING_URI = 'databricks': must be .*; unset it, or give"):
+        tracking_uri_of(where.storage_path, None)
+    assert with_recorded_store(run, where).tracking_uri == f"sqlite:///{run.parent / 'mlflow.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     assert tracking_uri_of(where.storage_path, None) == f"sqlite:///{run.parent / 'mlflow.db'}"
 

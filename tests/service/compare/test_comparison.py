@@ -34,10 +34,10 @@ from triaccel_ray.service.compare.spec import ABLATION, ComparisonSpec
 from triaccel_ray.service.report.comparison import (
     comparison_tables,
     differences_grid,
-    readings_grid,
     values_grid,
     view_comparison,
 )
+from triaccel_ray.service.report.readings import readings_grid
 from triaccel_ray.service.report.report import show
 from triaccel_ray.service.report.tables import RESULT_HEADINGS, Grid
 from triaccel_ray.service.report.view import view_at
@@ -221,6 +221,24 @@ def test_the_score_is_shown_by_every_reading_and_whether_they_agree() -> None:
     grid = readings_grid("", alike, Goal())
     assert list(grid.header) == ["method", "s/epoch, process GB", "whole run s, process GB"]
     assert grid.note.endswith("triaccel has the best score by all of them")
+    assert "best score" not in readings_grid("", {"amp": amp}, Goal()).note
+    unequal = {**rows, "fp32": results("fp32", 99.0, training_seconds=(0.1,))}
+    assert "fp32" not in readings_grid("", unequal, Goal()).note  # of one seed alone
+    figures = {seed: dict(each) for seed, each in fast.by_seed.items()}
+    del figures[0]["allocated_peak_gb"]
+    grid = readings_grid("", {"amp": amp, "triaccel": replace(fast, by_seed=figures)}, Goal())
+    assert grid.note.endswith("triaccel has the best score by all of them")  # of those that all runs have
+
+
+def test_the_command_of_a_comparison_is_that_of_a_finished_run(tmp_path: Path) -> None:
+    log = SimulatedRun(tmp_path / "a run").complete(epochs=1)
+    record = record_of(comparison(("fp32", "amp")), tmp_path)
+    record = replace(record, runs={name: replace(run, folder=log) for name, run in record.runs.items()})
+    assert view_comparison(record).command.endswith("amp-seed0")
+    runs = {name: run for name, run in record.runs.items() if name != "amp-seed0"}
+    assert view_comparison(replace(record, runs=runs)).command.endswith("fp32-seed0")  # which has more seeds
+    del runs["fp32-seed1"], runs["fp32-seed2"]
+    assert view_comparison(replace(record, runs=runs)).command.endswith("amp-seed1")
 
 
 def test_differences_to_amp_are_paired_tested_and_corrected() -> None:
@@ -297,9 +315,9 @@ def test_a_comparison_is_written_as_markdown_and_as_a_page(tmp_path: Path, capsy
     view = view_comparison(record)
     show(view)
     said, markdown, page = capsys.readouterr().out, (tmp_path / "comparison.md").read_text(), view.page.read_text()
-    best = spec.all_methods[-1]
+    best = spec.table_1[-1]
     tables, command = comparison_tables(record), f"triaccel run --from {tmp_path}/{best}-seed0"
-    assert f"to train with {best}, which has the best score:" in said
+    assert "to train with best fixed, which has the best score:" in said
     for shown in (said, markdown, page):
         assert all(grid.title in shown for grid in tables)
     marked = [grid.title.split(",")[0] for grid in tables if "GPUs shared by 2 runs each" in grid.note]

@@ -89,6 +89,16 @@ def test_names_are_readable_and_a_stopped_job_can_be_resumed(tmp_path: Path) -> 
         assert (job.id, entry(job)[entry(job).index("--name") + 1]) == (job_id, "j1")
 
 
+def test_the_environments_tracking_store_travels_with_what_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:5000")
+    job = submitted(tmp_path, "run digits")
+    assert entry(job)[-4:] == ["--tracking-uri", "http://localhost:5000", "--address", "auto"]
+    assert "http://localhost:5000 means the machine on which the job runs" in "".join(job.notes)
+    assert "--tracking-uri" not in entry(submitted(tmp_path, "resume mine"))  # it knows its own
+
+
 @pytest.mark.parametrize("typed", ["search digits --trials 3", "resume mine"])
 def test_no_secret_of_the_environment_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str) -> None:
     for name, secret in SECRETS.items():

@@ -51,8 +51,6 @@ from triaccel_ray.model.layers import Layer
 
 _TOGETHER = 512
 """Largest order at which the matrices of all layers are reduced at once; larger ones go one by one to save memory."""
-_MAX_CAPTURED_PASSES = 64
-"""Most passes of the model in one CUDA graph; each adds a few thousand kernels."""
 
 
 class GramMethod(Method):
@@ -83,11 +81,7 @@ class GramMethod(Method):
     def num_passes(self, objective: Objective, num_iterations: int | None = None) -> int:
         """Returns the number of passes of the model in a measurement with the known structure."""
         assert self.structure is not None
-        num_parts = len(objective.parts())
-        return sum(
-            objective.num_samples if passage.strategy is Strategy.SAMPLES else num_parts
-            for passage in _passages(objective, self.structure)
-        )
+        return len(list(_passages(objective, self.structure))) * len(objective.parts())
 
     def _measure(self, objective: Objective, structure: Structure) -> CurvatureEstimate:
         b, is_fisher = objective.num_samples, self._head is fisher_head
@@ -104,9 +98,7 @@ class GramMethod(Method):
         else:
             matrices = torch.cat([gram.to(grams[0].device) for gram in grams])
         by_samples = [layer.name for layer in structure.layers_by(Strategy.SAMPLES)]
-        self.not_capturable_because, num_passes = "", self.num_passes(objective)
-        if num_passes > _MAX_CAPTURED_PASSES:
-            self.not_capturable_because = f"a graph of {num_passes} passes of the model would take too much memory"
+        self.not_capturable_because = ""
         if by_samples and (structure.varies or structure.num_columns > 1):
             self.not_capturable_because = f"layers {', '.join(by_samples)} take one pass of the model per sample"
         return CurvatureEstimate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,10 @@ _LEAST_BLOCK = 8 * 2**20
 """Smallest block of per-sample gradients in bytes; smaller ones cost more time than they save memory."""
 
 
+_MAX_CAPTURED_PASSES = 64
+"""Most passes of the model in one CUDA graph; each adds a few thousand kernels."""
+
+
 class Stage(Enum):
     """How the next measurement of samples of the same shapes runs."""
 
@@ -50,12 +55,15 @@ class Stage(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class _Probe:
-    """Cost of measuring a few samples."""
+    """Cost of measuring a few samples at once."""
 
+    num_samples: int
     num_bytes: int
     """Peak bytes of the tensors."""
-    seconds: float | None = None
+    seconds: float = 0.0
+    """Time on a GPU."""
     num_passes: int = 1
+    """Passes of the model in that time; none takes no time."""
 
 
 class _Recording:
@@ -165,7 +173,9 @@ class CurvatureMeter:
                 self._measure_apart(objective)
             self._bytes_of_two = peak[0] * 2 // objective.num_samples
         except Exception as error:  # from the model or the loss, which run here as they never do in training
-            if not is_out_of_memory(error):
+            if is_out_of_memory(error):
+                self._bytes_of_two = sys.maxsize
+            else:
                 self.switch_off(error)
 
     def switch_off(self, error: Exception) -> None:
@@ -189,11 +199,13 @@ class CurvatureMeter:
             return None
         objective = self._objective(inputs, targets)
         objective.require_samples(self._name)
-        self._limits, probe = self._limits_within(budget_bytes, objective)
-        if probe is None or probe.seconds is None:
-            return None
-        objective = replace(objective, limits=self._limits)
-        return probe.seconds * self._method.num_passes(objective) / probe.num_passes
+        try:
+            self._limits, probes = self._limits_within(budget_bytes, objective)
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._bytes_of_two = sys.maxsize
+            raise
+        return self._predicted_seconds(replace(objective, limits=self._limits), probes)
 
     def measure(
         self, inputs: Any, targets: Any, generator: torch.Generator, *, budget_bytes: int | None = None
@@ -288,6 +300,9 @@ class CurvatureMeter:
                 chunk = objective.limits.chunk_samples or objective.num_samples
                 self._largest_chunk, self._limits = max(1, chunk // 2), None
             raise
+        num_passes = self._method.num_passes(objective)
+        if num_passes > _MAX_CAPTURED_PASSES:
+            obstacles.append(f"a graph of {num_passes} passes of the model would take too much memory")
         obstacle = self._method.not_capturable_because or "; ".join(obstacles)
         if obstacle and self._stage is not Stage.EAGER:
             self._enter(Stage.EAGER, obstacle)
@@ -312,31 +327,37 @@ class CurvatureMeter:
                     self._enter(Stage.EXPLORE)
             return self._method.measure(objective, generator, num_iterations)
 
-    def _limits_within(self, budget_bytes: int | None, objective: Objective) -> tuple[Limits, _Probe | None]:
-        """Returns the limits that fit the budget, and the probe behind them, None if none was needed.
+    def _limits_within(self, budget_bytes: int | None, objective: Objective) -> tuple[Limits, list[_Probe]]:
+        """Returns the limits that fit the budget, and the probes behind them, empty if none was needed.
 
         Memory is extrapolated from the peaks of two and of four samples, or of one if four would not fit.
         """
         b = objective.num_samples
         most = min(self._largest_chunk or b, b)
         if budget_bytes is None or b <= 4:
-            return Limits(chunk_samples=most if most < b else None), None
+            return Limits(chunk_samples=most if most < b else None), []
         budget = max(budget_bytes, _LEAST_BUDGET)
         block = min(max(budget // 8, _LEAST_BLOCK), Limits.block_bytes)
-        if 2 * self._bytes_of_two > budget:
-            probe = self._probe(objective.part(slice(0, 1)))
-            per_sample, fixed = float(probe.num_bytes), 0.0
-        else:
-            few, probe = (self._probe(objective.part(slice(0, count))) for count in (2, 4))
-            per_sample = max((probe.num_bytes - few.num_bytes) / 2, 1.0)
-            fixed = max(few.num_bytes - 2 * per_sample, 0.0)
+        counts = (2, 4) if 2 * self._bytes_of_two <= budget else (1,)
+        probes = [self._probe(objective.part(slice(0, count))) for count in counts]
+        per_sample = max(_slope([probe.num_bytes for probe in probes], counts), 1.0)
+        fixed = max(probes[0].num_bytes - counts[0] * per_sample, 0.0)
         if fixed + b * per_sample <= budget and most == b:
-            return Limits(block_bytes=block), probe
+            return Limits(block_bytes=block), probes
         kept = self._method.kept_bytes or budget // 3
         fitting = max(1, min(most, int((budget - kept - fixed) / per_sample)))
         num_chunks = -(-b // fitting)
         limits = Limits(chunk_samples=-(-b // num_chunks), kept_bytes=max(kept, block), block_bytes=block)
-        return limits, probe
+        return limits, probes
+
+    def _predicted_seconds(self, objective: Objective, probes: Sequence[_Probe]) -> float | None:
+        """Returns the seconds that measuring takes, extrapolated from timed probes; None without any."""
+        if not probes or self._device.type != "cuda":
+            return None
+        counts, seconds = [probe.num_samples for probe in probes], [probe.seconds for probe in probes]
+        more_samples = max((objective.limits.chunk_samples or objective.num_samples) - counts[-1], 0)
+        seconds_a_pass = (seconds[-1] + max(_slope(seconds, counts), 0.0) * more_samples) / probes[-1].num_passes
+        return seconds_a_pass * self._method.num_passes(objective)
 
     def _probe(self, objective: Objective) -> _Probe:
         """Returns the peak memory of measuring these samples and, on a GPU, the time.
@@ -352,7 +373,7 @@ class CurvatureMeter:
 
             with self._measuring(), saved_tensors_hooks(pack, lambda tensor: tensor):
                 objective.value(objective.outputs())
-            return _Probe(num_bytes=2 * sum(kept.values()))
+            return _Probe(num_samples=objective.num_samples, num_bytes=2 * sum(kept.values()))
         self._measure_apart(objective)  # warm-up: libraries allocate workspaces at their first call
         synchronize(self._device)
         began = time.perf_counter()
@@ -360,7 +381,8 @@ class CurvatureMeter:
             self._measure_apart(objective)
         synchronize(self._device)
         seconds = time.perf_counter() - began
-        return _Probe(num_bytes=peak[0], seconds=seconds, num_passes=self._method.num_passes(objective, 1))
+        num_passes = max(self._method.num_passes(objective, 1), 1)
+        return _Probe(num_samples=objective.num_samples, num_bytes=peak[0], seconds=seconds, num_passes=num_passes)
 
     @contextlib.contextmanager
     def _peak_of_tensors(self) -> Iterator[list[int]]:
@@ -396,3 +418,10 @@ class CurvatureMeter:
 
     def _measuring(self) -> contextlib.AbstractContextManager[None]:
         return measuring(self._model, strict_fp32=self._name != "hessian")
+
+
+def _slope(values: Sequence[float], counts: Sequence[int]) -> float:
+    """Returns the increase of a cost per sample, from its values at two counts; from one value it is proportional."""
+    if len(values) == 1:
+        return values[0] / counts[0]
+    return (values[1] - values[0]) / (counts[1] - counts[0])

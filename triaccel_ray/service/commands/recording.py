@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,11 +36,9 @@ def with_recorded_store(folder: Path, where: Where) -> Where:
     Raises:
         TrackingUnavailableError: the store requires a password, or no store is named or known.
     """
-    shipped, named = read_shipped(folder), named_store(None)
-    if where.tracking_uri is not None or shipped is None:
+    shipped = read_shipped(folder)
+    if where.tracking_uri is not None or shipped is None or _is_in_named_store(shipped):
         pass
-    elif named is not None and without_credentials(named) == shipped.store:
-        where = replace(where, tracking_uri=named)
     elif not _is_in_usual_store(shipped, where):
         if HIDDEN in shipped.store:
             raise TrackingUnavailableError(
@@ -49,8 +48,8 @@ def with_recorded_store(folder: Path, where: Where) -> Where:
             )
         err.print(f"recorded in {shipped.store}, as before; --tracking-uri names another store", soft_wrap=True)
         where = replace(where, tracking_uri=shipped.store)
-    elif named is not None and where.storage_path.uri is None:
-        where = replace(where, tracking_uri=own_store(where.storage_path.folder))
+    elif os.environ.get("MLFLOW_TRACKING_URI") and where.storage_path.uri is None:
+        where = replace(where, tracking_uri=own_store(where.storage_path.folder))  # the usual one, not the variable's
     tracking_uri_of(where.storage_path, where.tracking_uri)
     return where
 
@@ -71,6 +70,18 @@ def experiment_of(tracker: Tracker, folder: Path, *, given: str | None, usual: s
     rule = f"{folder.name} is recorded in {there!r}, and MLflow moves no run to another experiment; leave it out"
     require(given in (None, there), "experiment", given, rule)
     return there
+
+
+def _is_in_named_store(shipped: Shipped) -> bool:
+    """Returns whether the run is recorded in the store that MLFLOW_TRACKING_URI names."""
+    try:
+        named = named_store(None)
+    except ValueError:
+        return False
+    if named is None:
+        return False
+    is_same = without_credentials(named) == shipped.store
+    return is_same or (shipped.run_id is not None and holds_run(named, shipped.run_id))
 
 
 def _is_in_usual_store(shipped: Shipped, where: Where) -> bool:

@@ -121,7 +121,7 @@ class MethodResults:
         scored = {
             seed: {"score": efficiency_score(results[goal.name], results[seconds], results[memory], goal)}
             for seed, results in self.by_seed.items()
-            if results.get(seconds) and results.get(memory)
+            if goal.name in results and results.get(seconds) and results.get(memory)
         }
         return replace(self, by_seed=scored)
 

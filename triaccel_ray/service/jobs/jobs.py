@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,7 +92,8 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
         storage = StoragePath(str(folder / Path(storage.storage).expanduser()))
     if not isinstance(command, Resume):  # `resume` finds the tracking store used before
         tracking_uri_of(storage, command.where.tracking_uri)
-    tracking = _tracking_words(command.where, folder)
+        command = replace(command, where=replace(command.where, tracking_uri=named_store(command.where.tracking_uri)))
+    tracking = _tracking_words(command.where.tracking_uri, folder)
     notes = list(_place_notes(command.where, storage))
     # The words hold the options of the --config file, so the job does not need the file.
     kept = _without(expanded(words), "storage-path", "tracking-uri", "address", "name", "data-dir", "config", "from")
@@ -160,8 +161,7 @@ def _require_sound(command: Run | Search | Compare) -> None:
         run_of(command)
 
 
-def _tracking_words(where: Where, folder: Path) -> list[str]:
-    uri = named_store(where.tracking_uri)
+def _tracking_words(uri: str | None, folder: Path) -> list[str]:
     if uri is None:
         return []
     shown = without_credentials(uri)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from decimal import Decimal
 
 from triaccel_ray.measure.score import quality_text
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import repeat_command
 from triaccel_ray.service.compare.comparison import (
-    READINGS,
     REFERENCE,
     TRAINING_SECONDS,
     Choices,
@@ -24,6 +22,7 @@ from triaccel_ray.service.compare.spec import ABLATION
 from triaccel_ray.service.report.drawing import METHOD_LOOKS, save
 from triaccel_ray.service.report.many_runs import Curve, Series, learning_curves, metric_against_cost
 from triaccel_ray.service.report.provenance import TROUBLES, about, sharing_note, trouble_lines, troubles
+from triaccel_ray.service.report.readings import best_of, mean_and_deviation, readings_grid
 from triaccel_ray.service.report.report import Section, View, write_page
 from triaccel_ray.service.report.tables import (
     FIGURE_COLUMNS,
@@ -56,9 +55,7 @@ def view_comparison(record: Comparison) -> View:
     """Returns a comparison's tables; writes them to a Markdown file and, with figures, to the HTML page."""
     folder, spec, title = record.folder, record.spec, f"{record.folder.name}: {record.spec.base.task}"
     tables = comparison_tables(record)
-    best = best_of({method: record.results(method) for method in spec.all_methods})
-    command = repeat_command("run", folder / f"{best}-seed0") if best else ""
-    advice = f"to train with {label(best)}, which has the best score"
+    advice, command = _advice(record)
     missing = [name for name in final_runs(spec, record.choices or Choices()) if name not in record.runs]
     unwell = troubles({**record.trials, **record.runs}, missing)
     text = "\n".join(f"## {grid.title}\n\n{grid.markdown()}" for grid in tables)
@@ -71,7 +68,7 @@ def view_comparison(record: Comparison) -> View:
             trouble_lines(unwell),
         ],
         rows=values_grid("", _results(record, spec.all_methods), spec.base.goal).as_dicts(),
-        page=write_page(folder, title, [*_sections(record, tables, unwell), Section(title=advice, command=command)]),
+        page=write_page(folder, title, _sections(record, tables, unwell)),
         command=command,
         control=spec.base.control,
     )
@@ -96,7 +93,19 @@ def _sections(record: Comparison, tables: Sequence[Grid], unwell: Mapping[str, s
         picture = save(learning_curves(curves, goal, about=subtitle), pictures / "curves.png")
         yield Section(title="Learning and time", text=_NO_METRIC, pictures=[picture])
     yield from others
+    advice, command = _advice(record)
+    yield Section(title=advice.capitalize(), command=command)
     yield Section(title="What the methods are", facts={label(name): METHODS[name] for name in spec.all_methods})
+
+
+def _advice(record: Comparison) -> tuple[str, str]:
+    """Returns which method of Table 1 to train with, and the command; empty if none has finished."""
+    results = {method: record.results(method) for method in record.spec.table_1}
+    best = best_of(results)
+    if not best:
+        return "", ""
+    command = repeat_command("run", record.folder / f"{best}-seed{min(results[best].by_seed)}")
+    return f"to train with {label(best)}, which has the best score", command
 
 
 def _results(record: Comparison, methods: Iterable[str]) -> dict[str, MethodResults]:
@@ -162,7 +171,7 @@ def values_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, no
         title=title,
         header=("method", "runs", *headings.values()),
         rows=[
-            [name, str(len(results.by_seed)), *(_mean_and_deviation(results, figure) for figure in headings)]
+            [name, str(len(results.by_seed)), *(mean_and_deviation(results, figure) for figure in headings)]
             for name, results in rows.items()
         ],
         note=joined(
@@ -174,30 +183,6 @@ def values_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, no
             note,
         ),
     )
-
-
-def readings_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal) -> Grid:
-    """Returns the score by each reading of time and memory, and below it whether all of them have the same leader."""
-    by_reading = {
-        reading: {name: results.scored_by(reading, goal) for name, results in rows.items()} for reading in READINGS
-    }
-    by_reading = {reading: scored for reading, scored in by_reading.items() if best_of(scored)}
-    leaders = {reading: best_of(scored) for reading, scored in by_reading.items()}
-    verdict = f"{leaders[next(iter(leaders))]} has the best score by all of them" if leaders else ""
-    if len(set(leaders.values())) > 1:
-        verdict = "they disagree on the best score: " + ", ".join(f"{name} by {each}" for each, name in leaders.items())
-    return Grid(
-        title=title,
-        header=("method", *by_reading),
-        rows=[[name, *(_mean_and_deviation(by_reading[each][name], "score") for each in by_reading)] for name in rows],
-        note=joined("whole run s: of all epochs, compilation and adaptation included", verdict),
-    )
-
-
-def best_of(rows: Mapping[str, MethodResults]) -> str:
-    """Returns the name of the row with the best mean score; empty if none has a score."""
-    means = {name: mean for name, results in rows.items() if not math.isnan(mean := results.mean("score"))}
-    return max(means, key=means.__getitem__, default="")
 
 
 def differences_grid(
@@ -321,13 +306,3 @@ def _test_note(num_pairs: int) -> str:
     few = "; with so few seeds only large differences can be significant" if num_pairs < 6 else ""
     tests = "two-sided paired t-test, p (Holm) corrected over the rows of each figure"
     return f"differences are paired by seed; {tests}{few}"
-
-
-def _mean_and_deviation(results: MethodResults, figure: str) -> str:
-    mean, deviation = results.mean(figure), results.deviation(figure)
-    if math.isnan(mean):
-        return ""
-    text = f"{mean:.0f}" if abs(mean) >= 10_000 else f"{mean:.4g}"  # no exponents in either number
-    if math.isnan(deviation):
-        return text
-    return f"{text} ± {deviation:.0f}" if deviation >= 100 else f"{text} ± {Decimal(f'{deviation:.2g}'):f}"
