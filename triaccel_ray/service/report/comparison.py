@@ -150,7 +150,7 @@ def comparison_tables(record: Comparison) -> list[Grid]:
     to_standard = [(name, each, rows[0][1]) for name, each in rows[1:]]
     tables = (
         values_grid("Table 1, test samples, read once by each run", first, goal, note=joined(shared, note)),
-        readings_grid("Table 1, the score by other readings of time and memory", first, goal),
+        readings_grid("Table 1, the score by each reading of time and memory", first, goal),
         differences_grid("Table 1, differences to AMP", to_amp, goal),
         values_grid("Table 2, the ablation", second, goal, note=shared),
         differences_grid("Table 2, differences to the row above", to_above, goal, note=_BY_ROW),
