@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from triaccel_ray.config import CurvatureConfig
+from triaccel_ray.measure.budget import Limits
 from triaccel_ray.measure.curvature.gram import GramMethod
 from triaccel_ray.measure.curvature.hessian import BlockPower
 from triaccel_ray.measure.curvature.meter import CurvatureMeter
-from triaccel_ray.measure.curvature.objective import Limits, Objective, measuring
+from triaccel_ray.measure.curvature.objective import Objective, measuring
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate
 from triaccel_ray.model.layers import Layer, Loss, find_layers
 

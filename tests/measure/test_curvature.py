@@ -27,8 +27,9 @@ from tests.measure.curvature_models import (
     smooth_cross_entropy,
     squared_error,
 )
+from triaccel_ray.measure.budget import Limits
 from triaccel_ray.measure.curvature.columns import model_columns, sample_columns
-from triaccel_ray.measure.curvature.objective import Limits, Objective, ggn_head, measuring
+from triaccel_ray.measure.curvature.objective import Objective, ggn_head, measuring
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.model.pytree import tensors_in
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,9 +27,11 @@ from tests.measure.curvature_models import (
     quadratic_samples,
 )
 from tests.waiting import no_waiting
+from triaccel_ray.measure import budget
+from triaccel_ray.measure.budget import Limits, Probe
 from triaccel_ray.measure.curvature import meter as meter_module
-from triaccel_ray.measure.curvature.meter import Stage, _Probe
-from triaccel_ray.measure.curvature.objective import Limits, tensor_cores
+from triaccel_ray.measure.curvature.meter import CurvatureMeter, Stage
+from triaccel_ray.measure.curvature.objective import tensor_cores
 from triaccel_ray.model.layers import find_layers
 
 
@@ -202,16 +203,19 @@ def largest_batch(model: nn.Module) -> list[int]:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["tied_tokens", "foreign"])
 def test_a_budget_has_samples_pass_in_chunks(name: str, method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter_module, "_LEAST_BUDGET", 0)
+    def probe(self: Any, objective: Any) -> Probe:
+        self._measure_apart(objective)
+        return Probe(num_samples=objective.num_samples, num_bytes=1000 * objective.num_samples)
+
+    monkeypatch.setattr(budget, "_LEAST_BUDGET", 0)
+    monkeypatch.setattr(CurvatureMeter, "_probe", probe)  # which measures on a GPU alone
     model, inputs, targets = make(name)
     meter, free, seen = meter_of(model, method), meter_of(model, method), largest_batch(model)
     whole = free.measure(inputs, targets, draws(), budget_bytes=2**33)  # with room for all
     assert seen[-1] == len(inputs)
-    few, more = (free._probe(free._objective(inputs[:count], targets[:count])).num_bytes for count in (2, 4))
-    assert few < more
     seen[:] = [0]
-    found = meter.measure(inputs, targets, draws(), budget_bytes=few + (more - few) // 2)
-    assert seen[-1] <= 4  # of which the peaks of any number were told
+    found = meter.measure(inputs, targets, draws(), budget_bytes=4500)
+    assert seen[-1] <= 4  # the probe's
     torch.testing.assert_close(found.eigenvalues, whole.eigenvalues, rtol=1e-6, atol=1e-9)
     seen[:] = [0]
     again = meter.measure(inputs, targets, draws(), budget_bytes=2**40)
@@ -257,22 +261,8 @@ def test_a_single_sample_is_probed_after_memory_ran_out_for_two() -> None:
     meter.dry_run(inputs[:2], targets[:2])
     assert not meter.off_because
     seen[:] = [0]
-    meter._limits_within(2**30, meter._objective(inputs, targets))
-    assert seen == [0, 1]
-
-
-def test_a_prediction_grows_with_the_samples_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs, targets = make("convolutions")
-    meter = meter_of(model, "fisher")
-    meter.dry_run(inputs[:2], targets[:2])
-    objective = meter._objective(inputs, targets)
-    two, four = (_Probe(num_samples=n, num_bytes=1, seconds=1.0 + n) for n in (2, 4))
-    assert meter._predicted_seconds(objective, [two, four]) is None  # without a GPU nothing is timed
-    monkeypatch.setattr(meter, "_device", torch.device("cuda"))
-    assert meter._predicted_seconds(objective, [two, four]) == 1.0 + len(inputs)
-    assert meter._predicted_seconds(objective, [_Probe(num_samples=1, num_bytes=1, seconds=0.5)]) == 0.5 * len(inputs)
-    in_pairs = replace(objective, limits=Limits(chunk_samples=2))
-    assert meter._predicted_seconds(in_pairs, [two, four]) == 5.0 * meter._method.num_passes(in_pairs)
+    meter.prepare(inputs, targets, budget_bytes=2**30)
+    assert seen[-1] == 1
 
 
 @pytest.mark.parametrize("method", METHODS)

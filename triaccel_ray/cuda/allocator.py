@@ -1,11 +1,13 @@
-"""Reduces the GPU memory that a process reserves outside tensors."""
+"""GPU memory of a process: less of it outside tensors, and the peak of what tensors take."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,6 +40,22 @@ def use_lean_memory(device: torch.device) -> None:
         _drive(index, "cuCtxSetLimit", ctypes.c_int(_STACK_SIZE), ctypes.c_size_t(LEAN_STACK_BYTES))
     if not any(map(os.environ.get, _ALLOCATOR_VARIABLES)) and _has_virtual_memory(index):
         _set_allocator("expandable_segments:True")
+
+
+@contextlib.contextmanager
+def peak_of_tensors(device: torch.device) -> Iterator[list[int]]:
+    """Returns a context that gives the peak bytes of tensors created inside, as a list of one; 0 without a GPU.
+
+    Resets the allocator's peak statistics.
+    """
+    peak = [0]
+    if device.type != "cuda":
+        yield peak
+        return
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    yield peak
+    peak[0] = torch.cuda.max_memory_allocated(device) - before
 
 
 def _set_allocator(settings: str) -> None:

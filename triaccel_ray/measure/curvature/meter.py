@@ -5,33 +5,28 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 
 from triaccel_ray.config import CurvatureConfig
+from triaccel_ray.cuda.allocator import peak_of_tensors
 from triaccel_ray.cuda.capture_checks import watched
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.random_states import preserved_random_states
+from triaccel_ray.measure.budget import Limits, Probe, limits_within, predicted_seconds
 from triaccel_ray.measure.curvature.gram import GramMethod
 from triaccel_ray.measure.curvature.hessian import BlockPower
-from triaccel_ray.measure.curvature.objective import Limits, Method, Objective, measuring
+from triaccel_ray.measure.curvature.objective import Method, Objective, measuring
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate
 from triaccel_ray.measure.timing import synchronize
 from triaccel_ray.model.layers import Layer, Loss, without_cudnn
 from triaccel_ray.model.pytree import map_tensors, tensors_in
-
-_LEAST_BUDGET = 32 * 2**20
-"""Smallest budget in bytes. Below it chunks cost more than they save: the allocator's segments are as large."""
-_LEAST_BLOCK = 8 * 2**20
-"""Smallest block of per-sample gradients in bytes; smaller ones cost more time than they save memory."""
-
 
 _MAX_CAPTURED_PASSES = 64
 """Most passes of the model in one CUDA graph; each adds a few thousand kernels."""
@@ -51,19 +46,6 @@ class Stage(Enum):
     REPLAY = auto()
     EAGER = auto()
     """Eager, as are all later measurements of these shapes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Probe:
-    """Cost of measuring a few samples at once."""
-
-    num_samples: int
-    num_bytes: int
-    """Peak bytes of the tensors."""
-    seconds: float = 0.0
-    """Time on a GPU."""
-    num_passes: int = 1
-    """Passes of the model in that time; none takes no time."""
 
 
 class _Recording:
@@ -87,7 +69,7 @@ class _Recording:
 
 
 class CurvatureMeter:
-    """Measures the largest eigenvalues of each layer's diagonal curvature block (Tri-Accel, section 3.2).
+    """Measures the largest eigenvalues of each layer's curvature block (Tri-Accel, section 3.2).
 
     - `hessian`: eigenvalues of the mean loss's Hessian, the largest in magnitude, signed. Uses the paper's power
       iteration on several vectors at once (`BlockPower`): 20 iterations at first, then 5 from the last vectors.
@@ -99,11 +81,8 @@ class CurvatureMeter:
     parameter tensors may fire. For fisher and ggn on a GPU, the forward pass runs without TF32 and everything after it
     with TF32 (`tensor_cores`), whatever PyTorch's flags say.
 
-    On a GPU the first measurement explores the model, and the second checks whether it can be captured. The third
-    captures a CUDA graph, which it and later ones replay without work or waiting on the host. If the capture runs out
-    of memory, all graphs of the pool are dropped. This measurement is then eager, and the next one captures alone. If
-    capture is impossible, measurements stay eager and `not_captured_because` says why. All of this starts over when
-    the shapes of the samples change or weights move in memory.
+    On a GPU the first measurement explores the model, the second checks whether it can be captured, and the third
+    captures a CUDA graph, which later ones replay (`Stage`). All of it starts over when shapes change or weights move.
     """
 
     def __init__(
@@ -169,7 +148,7 @@ class CurvatureMeter:
         objective = self._objective(inputs, targets)
         try:
             objective.require_samples(self._name)
-            with preserved_random_states(), self._peak_of_tensors() as peak:
+            with preserved_random_states(), peak_of_tensors(self._device) as peak:
                 self._measure_apart(objective)
             self._bytes_of_two = peak[0] * 2 // objective.num_samples
         except Exception as error:  # from the model or the loss, which run here as they never do in training
@@ -186,8 +165,7 @@ class CurvatureMeter:
     def prepare(self, inputs: Any, targets: Any, *, budget_bytes: int | None = None) -> float | None:
         """Sets chunk sizes that fit samples of these shapes into the budget; returns the estimated seconds to measure.
 
-        Takes the arguments of `measure` and raises the same errors. Returns None if the sizes are set already, or if no
-        probe was timed.
+        Takes and raises what `measure` does. Returns None if the sizes are set already, or if nothing was probed.
         """
         shapes = map_tensors(lambda tensor: (tensor.shape, tensor.dtype), (inputs, targets))
         # A graph reads the weights at the addresses that they had when it was captured.
@@ -200,12 +178,23 @@ class CurvatureMeter:
         objective = self._objective(inputs, targets)
         objective.require_samples(self._name)
         try:
-            self._limits, probes = self._limits_within(budget_bytes, objective)
+            self._limits, probes = limits_within(
+                budget_bytes,
+                lambda size: self._probe(objective.part(slice(0, size))),
+                bytes_of_two=self._bytes_of_two,
+                num_samples=objective.num_samples,
+                most_samples=min(self._largest_chunk or objective.num_samples, objective.num_samples),
+                kept_bytes=self._method.kept_bytes,
+            )
         except Exception as error:
             if is_out_of_memory(error):
                 self._bytes_of_two = sys.maxsize
             raise
-        return self._predicted_seconds(replace(objective, limits=self._limits), probes)
+        if not probes:
+            return None
+        objective = replace(objective, limits=self._limits)
+        at_once, num_passes = objective.parts()[0].num_samples, self._method.num_passes(objective)
+        return predicted_seconds(probes, samples_at_once=at_once, num_passes=num_passes)
 
     def measure(
         self, inputs: Any, targets: Any, generator: torch.Generator, *, budget_bytes: int | None = None
@@ -222,8 +211,8 @@ class CurvatureMeter:
                 it. Used when shapes are new and after memory has run out. None: no bound.
 
         Raises:
-            ValueError: fewer than 2 samples for fisher and ggn, a loss that is no scalar, outputs that ggn refuses
-                (`ggn_head`), or inputs and targets that disagree about the number of samples.
+            ValueError: fewer than 2 samples for fisher and ggn, a loss that is no scalar, outputs that `ggn_head`
+                refuses, or inputs and targets of different numbers of samples.
             torch.OutOfMemoryError: an eager measurement ran out of memory; `release` makes room.
         """
         self.prepare(inputs, targets, budget_bytes=budget_bytes)
@@ -327,74 +316,16 @@ class CurvatureMeter:
                     self._enter(Stage.EXPLORE)
             return self._method.measure(objective, generator, num_iterations)
 
-    def _limits_within(self, budget_bytes: int | None, objective: Objective) -> tuple[Limits, list[_Probe]]:
-        """Returns the limits that fit the budget, and the probes behind them, empty if none was needed.
-
-        Memory is extrapolated from the peaks of two and of four samples, or of one if four would not fit.
-        """
-        b = objective.num_samples
-        most = min(self._largest_chunk or b, b)
-        if budget_bytes is None or b <= 4:
-            return Limits(chunk_samples=most if most < b else None), []
-        budget = max(budget_bytes, _LEAST_BUDGET)
-        block = min(max(budget // 8, _LEAST_BLOCK), Limits.block_bytes)
-        counts = (2, 4) if 2 * self._bytes_of_two <= budget else (1,)
-        probes = [self._probe(objective.part(slice(0, count))) for count in counts]
-        per_sample = max(_slope([probe.num_bytes for probe in probes], counts), 1.0)
-        fixed = max(probes[0].num_bytes - counts[0] * per_sample, 0.0)
-        if fixed + b * per_sample <= budget and most == b:
-            return Limits(block_bytes=block), probes
-        kept = self._method.kept_bytes or budget // 3
-        fitting = max(1, min(most, int((budget - kept - fixed) / per_sample)))
-        num_chunks = -(-b // fitting)
-        limits = Limits(chunk_samples=-(-b // num_chunks), kept_bytes=max(kept, block), block_bytes=block)
-        return limits, probes
-
-    def _predicted_seconds(self, objective: Objective, probes: Sequence[_Probe]) -> float | None:
-        """Returns the seconds that measuring takes, extrapolated from timed probes; None without any."""
-        if not probes or self._device.type != "cuda":
-            return None
-        counts, seconds = [probe.num_samples for probe in probes], [probe.seconds for probe in probes]
-        more_samples = max((objective.limits.chunk_samples or objective.num_samples) - counts[-1], 0)
-        seconds_a_pass = (seconds[-1] + max(_slope(seconds, counts), 0.0) * more_samples) / probes[-1].num_passes
-        return seconds_a_pass * self._method.num_passes(objective)
-
-    def _probe(self, objective: Objective) -> _Probe:
-        """Returns the peak memory of measuring these samples and, on a GPU, the time.
-
-        On a CPU the peak is taken as twice the tensors saved by the forward pass: gradients are about as large.
-        """
-        if self._device.type != "cuda":
-            kept: dict[int, int] = {}
-
-            def pack(tensor: Tensor) -> Tensor:
-                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-                return tensor
-
-            with self._measuring(), saved_tensors_hooks(pack, lambda tensor: tensor):
-                objective.value(objective.outputs())
-            return _Probe(num_samples=objective.num_samples, num_bytes=2 * sum(kept.values()))
+    def _probe(self, objective: Objective) -> Probe:
+        """Returns the peak memory and the time of measuring these samples on a GPU."""
         self._measure_apart(objective)  # warm-up: libraries allocate workspaces at their first call
         synchronize(self._device)
         began = time.perf_counter()
-        with self._peak_of_tensors() as peak:
+        with peak_of_tensors(self._device) as peak:
             self._measure_apart(objective)
         synchronize(self._device)
-        seconds = time.perf_counter() - began
-        num_passes = max(self._method.num_passes(objective, 1), 1)
-        return _Probe(num_samples=objective.num_samples, num_bytes=peak[0], seconds=seconds, num_passes=num_passes)
-
-    @contextlib.contextmanager
-    def _peak_of_tensors(self) -> Iterator[list[int]]:
-        """Returns a context that gives the peak bytes of tensors created inside, as a list of one; 0 without a GPU."""
-        peak = [0]
-        if self._device.type != "cuda":
-            yield peak
-            return
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        yield peak
-        peak[0] = torch.cuda.max_memory_allocated(self._device) - before
+        seconds, num_passes = time.perf_counter() - began, self._method.num_passes(objective, 1)
+        return Probe(num_samples=objective.num_samples, num_bytes=peak[0], seconds=seconds, num_passes=num_passes)
 
     def _measure_apart(self, objective: Objective) -> None:
         """Makes a measurement of one iteration that keeps only the model's structure and fallbacks."""
@@ -418,10 +349,3 @@ class CurvatureMeter:
 
     def _measuring(self) -> contextlib.AbstractContextManager[None]:
         return measuring(self._model, strict_fp32=self._name != "hessian")
-
-
-def _slope(values: Sequence[float], counts: Sequence[int]) -> float:
-    """Returns the increase of a cost per sample, from its values at two counts; from one value it is proportional."""
-    if len(values) == 1:
-        return values[0] / counts[0]
-    return (values[1] - values[0]) / (counts[1] - counts[0])

@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from triaccel_ray.config import CurvatureMethod, require
+from triaccel_ray.measure.budget import Limits
 from triaccel_ray.measure.curvature.calls import Structure
 from triaccel_ray.measure.curvature.factors import slices
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, positive_roots
@@ -28,18 +29,6 @@ sample i to the gradient under cotangent c. A single cotangent None means that t
 
 MAX_COLUMNS = 4096
 """Most columns b C of a Gram matrix, which then takes 64 MB a layer in FP32, and C backward passes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Memory limits of a measurement; results are the same under any limits, up to rounding."""
-
-    chunk_samples: int | None = None
-    """Samples that pass through the model at once; None: all."""
-    kept_bytes: int = 512 * 2**20
-    """Most bytes kept from chunk to chunk; if more are needed, the chunks pass again."""
-    block_bytes: int = 128 * 2**20
-    """Most bytes of one block of per-sample gradients; larger ones are formed and consumed in pieces."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+
+from triaccel_ray.measure.budget import Limits, Probe, limits_within, predicted_seconds
+
+MIB = 2**20
+
+
+def probe(num_samples: int, seconds: float = 0.0) -> Probe:
+    """10 MiB and 40 more for each sample."""
+    return Probe(num_samples=num_samples, num_bytes=(10 + 40 * num_samples) * MIB, seconds=seconds)
+
+
+PAIR = [probe(2, 3.0), probe(4, 5.0)]
+
+
+@pytest.mark.parametrize(
+    ("budget_mib", "most", "chunk"),
+    [(10 + 40 * 32, 32, None), (10 + 40 * 32 - 1, 32, 16), (960, 8, 8), (300, 32, 4), (1, 32, 1)],
+)
+def test_chunks_are_as_large_and_as_equal_as_the_budget_allows(budget_mib: int, most: int, chunk: int | None) -> None:
+    limits = Limits.within(budget_mib * MIB, PAIR, num_samples=32, most_samples=most)
+    assert limits.chunk_samples == chunk
+    if chunk not in (None, 1):
+        assert (10 + 40 * chunk) * MIB + limits.kept_bytes <= budget_mib * MIB
+    assert 8 * MIB <= limits.block_bytes <= Limits.block_bytes
+
+
+def test_what_a_method_keeps_is_left_to_it() -> None:
+    assert Limits.within(400 * MIB, PAIR, num_samples=32, most_samples=32, kept_bytes=300 * MIB).chunk_samples == 2
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "bytes_of_two", "num_samples", "sizes"),
+    [
+        (100 * MIB, 0, 32, [2, 4]),
+        (100 * MIB, 50 * MIB, 32, [2, 4]),
+        (100 * MIB, 51 * MIB, 32, [1]),
+        (100 * MIB, 51 * MIB, 4, []),
+        (None, 51 * MIB, 32, []),
+    ],
+)
+def test_one_sample_is_probed_where_four_would_not_fit(
+    budget_bytes: int | None, bytes_of_two: int, num_samples: int, sizes: list[int]
+) -> None:
+    limits, probes = limits_within(
+        budget_bytes, probe, bytes_of_two=bytes_of_two, num_samples=num_samples, most_samples=2, kept_bytes=None
+    )
+    assert [each.num_samples for each in probes] == sizes
+    assert limits.chunk_samples in (1, 2)
+
+
+def test_time_grows_with_samples_and_passes() -> None:
+    assert predicted_seconds(PAIR, samples_at_once=32, num_passes=1) == 33.0
+    assert predicted_seconds(PAIR, samples_at_once=2, num_passes=3) == 15.0  # as long as four take
+    assert predicted_seconds([probe(1, 0.5)], samples_at_once=4, num_passes=2) == 4.0
+    assert predicted_seconds([probe(2, 3.0), probe(4, 2.9)], samples_at_once=32, num_passes=1) == 2.9
+    twice = Probe(num_samples=1, num_bytes=1, seconds=1.0, num_passes=2)
+    assert predicted_seconds([twice], samples_at_once=1, num_passes=10) == 5.0

@@ -1,0 +1,102 @@
+"""How many samples a measurement passes at once within a memory budget, and how long it takes, from probes of a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+_LEAST_BUDGET = 32 * 2**20
+"""Smallest budget in bytes. Below it chunks cost more than they save: the allocator's segments are as large."""
+_LEAST_BLOCK = 8 * 2**20
+"""Smallest block of per-sample gradients in bytes; smaller ones cost more time than they save memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Cost of measuring a few samples at once."""
+
+    num_samples: int
+    num_bytes: int
+    """Peak bytes of the tensors."""
+    seconds: float = 0.0
+    """Time on a GPU."""
+    num_passes: int = 1
+    """Passes of the model in that time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Memory limits of a measurement; results are the same under any limits, up to rounding."""
+
+    chunk_samples: int | None = None
+    """Samples that pass through the model at once; None: all."""
+    kept_bytes: int = 512 * 2**20
+    """Most bytes kept from chunk to chunk; if more are needed, the chunks pass again."""
+    block_bytes: int = 128 * 2**20
+    """Most bytes of one block of per-sample gradients; larger ones are formed and consumed in pieces."""
+
+    @classmethod
+    def within(
+        cls,
+        budget_bytes: int,
+        probes: Sequence[Probe],
+        *,
+        num_samples: int,
+        most_samples: int,
+        kept_bytes: int | None = None,
+    ) -> Limits:
+        """Returns the limits under which a measurement of `num_samples` stays within the budget.
+
+        Args:
+            budget_bytes: what the tensors may take at their peak.
+            probes: one or two, of different numbers of samples; peaks are extrapolated linearly.
+            num_samples: of the measurement.
+            most_samples: at once, for other reasons.
+            kept_bytes: what the method keeps from chunk to chunk; None if it adapts to a limit.
+        """
+        budget = max(budget_bytes, _LEAST_BUDGET)
+        block = min(max(budget // 8, _LEAST_BLOCK), cls.block_bytes)
+        per_sample = max(_slope(probes, [float(probe.num_bytes) for probe in probes]), 1.0)
+        fixed = max(probes[0].num_bytes - probes[0].num_samples * per_sample, 0.0)
+        if fixed + num_samples * per_sample <= budget and most_samples >= num_samples:
+            return cls(block_bytes=block)
+        kept = kept_bytes or budget // 3
+        fitting = max(1, min(most_samples, int((budget - kept - fixed) / per_sample)))
+        num_chunks = -(-num_samples // fitting)
+        return cls(chunk_samples=-(-num_samples // num_chunks), kept_bytes=max(kept, block), block_bytes=block)
+
+
+def limits_within(
+    budget_bytes: int | None,
+    probe: Callable[[int], Probe],
+    *,
+    bytes_of_two: int,
+    num_samples: int,
+    most_samples: int,
+    kept_bytes: int | None,
+) -> tuple[Limits, list[Probe]]:
+    """Returns the limits that fit a budget, and the probes behind them, empty if none was needed.
+
+    Probes two samples and four, or one if four would exceed the budget by what two have taken. See `Limits.within`.
+    """
+    if budget_bytes is None or num_samples <= 4:
+        return Limits(chunk_samples=most_samples if most_samples < num_samples else None), []
+    sizes = (2, 4) if 2 * bytes_of_two <= max(budget_bytes, _LEAST_BUDGET) else (1,)
+    probes = [probe(size) for size in sizes]
+    sample_counts = {"num_samples": num_samples, "most_samples": most_samples}
+    return Limits.within(budget_bytes, probes, **sample_counts, kept_bytes=kept_bytes), probes
+
+
+def predicted_seconds(probes: Sequence[Probe], *, samples_at_once: int, num_passes: int) -> float:
+    """Returns the time of `num_passes` passes of so many samples, extrapolated linearly from one or two probes."""
+    last = probes[-1]
+    per_sample = max(_slope(probes, [probe.seconds for probe in probes]), 0.0)
+    seconds = last.seconds + per_sample * max(samples_at_once - last.num_samples, 0)
+    return seconds / max(last.num_passes, 1) * num_passes
+
+
+def _slope(probes: Sequence[Probe], costs: Sequence[float]) -> float:
+    """Returns the increase of a cost per sample; a single probe's is proportional to its samples."""
+    if len(probes) == 1:
+        return costs[0] / probes[0].num_samples
+    return (costs[1] - costs[0]) / (probes[1].num_samples - probes[0].num_samples)
