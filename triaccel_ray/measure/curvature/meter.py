@@ -204,8 +204,7 @@ class CurvatureMeter:
         Waits for the device in the first three calls at most, after a failed capture, and if the model synchronizes.
 
         Args:
-            inputs: the samples along dimension 0 of every tensor.
-            targets: likewise.
+            inputs, targets: the samples along dimension 0 of every tensor.
             generator: draws the starting vectors of the first `hessian` measurement.
             budget_bytes: peak bytes that the measurement's tensors may take; samples pass in chunks to stay within
                 it. Used when shapes are new and after memory has run out. None: no bound.
