@@ -84,17 +84,17 @@ class StepCache:
         self,
         step: Step,
         update: Update,
-        gradients_of: Callable[[], Gradients | BucketedGradients],
+        new_gradients: Callable[[], Gradients | BucketedGradients],
         pool: GraphPool,
         config: ExecutionConfig,
     ) -> None:
         self.step = step
-        self._update, self._gradients_of, self._pool = update, gradients_of, pool
+        self._update, self._new_gradients, self._pool = update, new_gradients, pool
         self._autotune = config.autotune
         self.enabled = config.capture and pool.can_capture
         """Whether steps may be captured."""
         self._source, self._generator = step.sampler.source, step.sampler.generator
-        self._eager_gradients = gradients_of()
+        self._eager_gradients = new_gradients()
         self._stream = PooledStream(self._generator.device) if pool.handle is not None else None
         self._entries: OrderedDict[_Key, _Captured] = OrderedDict()
         self._is_ready: dict[_Key, bool] = {}
@@ -235,7 +235,7 @@ class StepCache:
     def _capture(self, key: _Key, indices: Tensor, loss_scale: Tensor) -> None:
         """Captures the step on these samples and stores the graph; nothing is executed yet."""
         self.step.zero_grad()
-        gradients, weights = self._gradients_of(), self.step.precision.weights
+        gradients, weights = self._new_gradients(), self.step.precision.weights
         batch = None
         if not self._source.is_resident:
             batch = map_tensors(torch.clone, self._source.batch(indices, self._generator))
