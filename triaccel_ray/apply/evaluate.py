@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.data.sources import DataSource, IterableSource, as_source
-from triaccel_ray.model.dry_run import attributing_errors, described, seen
+from triaccel_ray.model.dry_run import attributing_errors, described, described_pair
 from triaccel_ray.model.layers import Loss, forward, preserved_modes
 from triaccel_ray.model.metrics import ACCURACY, Metric, Values, as_metrics, is_classification
 from triaccel_ray.model.pytree import tensors_in
@@ -154,15 +154,16 @@ def measured(metrics: Mapping[str, Metric], outputs: Any, targets: Any) -> Tenso
 
 
 def _sum_and_weight(name: str, metric: Metric, outputs: Any, targets: Any, num_samples: int) -> tuple[Any, Any]:
-    with attributing_errors(f"metrics[{name!r}]", lambda: seen(outputs, targets)):
+    with attributing_errors(f"metrics[{name!r}]", lambda: described_pair(outputs, targets)):
         found = metric.values(outputs, targets)
     if isinstance(found, Tensor) and found.shape[:1] == (num_samples,):
         return found.sum(dtype=torch.float64), found.numel()
     if isinstance(found, tuple) and len(found) == 2 and all(map(_is_number, found)):
         return found
     raise TypeError(
-        f"metrics[{name!r}] returned {described(found)}{seen(outputs, targets)}: must be a tensor with a row for each "
-        f"of {num_samples} samples, or (sum, weight), two scalars; of a mean m over n samples return (m * n, n)"
+        f"metrics[{name!r}] returned {described(found)}{described_pair(outputs, targets)}: must be a tensor with a "
+        f"row for each of {num_samples} samples, or (sum, weight), two scalars; of a mean m over n samples return "
+        "(m * n, n)"
     )
 
 
