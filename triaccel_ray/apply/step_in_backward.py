@@ -108,7 +108,9 @@ class StepInBackward:
     @contextlib.contextmanager
     def taking(self, *, is_first: bool, is_last: bool) -> Iterator[None]:
         """Returns a context for the backward pass of a micro-batch; the last one completes the gradients."""
-        self._is_taking, self._is_last_part, self._sums_parts = True, is_last, not (is_first and is_last)
+        self._is_taking = True
+        self._is_last_part = is_last
+        self._sums_parts = not (is_first and is_last)
         try:
             yield
         finally:
