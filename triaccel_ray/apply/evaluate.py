@@ -99,12 +99,10 @@ def evaluate(
                 source.close()  # ends the processes that have read ahead
     loss_sum, *sums = totals.tolist()
     middle = len(sums) // 2
+    found = evaluator.figures(sums[:middle])
+    one_view = evaluator.figures(sums[middle:]) if evaluator.has_views else {}
     return Evaluation(
-        loss=loss_sum / cursor,
-        metrics=evaluator.figures(sums[:middle]),
-        num_samples=cursor,
-        one_view=evaluator.figures(sums[middle:]) if evaluator.has_views else {},
-        faults=tuple(faults),
+        loss=loss_sum / cursor, metrics=found, num_samples=cursor, one_view=one_view, faults=tuple(faults)
     )
 
 

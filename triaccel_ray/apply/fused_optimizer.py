@@ -93,15 +93,8 @@ class FusedOptimizer:
 
     def launch(self, gradients: Gradients, *, lr_factor: Tensor, loss_scale: Tensor, found_nonfinite: Tensor) -> None:
         """Updates parameters, state and companions; device work alone. All scalars are fp32."""
-        self._kernel.step(
-            self._parameters,
-            gradients.table,
-            self._state_tables,
-            self._companions,
-            lr_factor=lr_factor,
-            loss_scale=loss_scale,
-            found_nonfinite=found_nonfinite,
-        )
+        scalars = {"lr_factor": lr_factor, "loss_scale": loss_scale, "found_nonfinite": found_nonfinite}
+        self._kernel.step(self._parameters, gradients.table, self._state_tables, self._companions, **scalars)
         # Schedulers read this and warn if no step has been made before theirs.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # set by PyTorch's schedulers themselves
 
@@ -181,8 +174,7 @@ class FusedOptimizer:
 
     def _converted(self, tensor: Tensor, parameter: nn.Parameter, name: str) -> Tensor:
         """Converts state, such as a checkpoint's, for the kernels: to codes, or to FP32 laid out as its parameter."""
-        number = parameter.numel()
-        signed = name != _UNSIGNED
+        number, signed = parameter.numel(), name != _UNSIGNED
         in_codes = name != "step" and id(parameter) in self._in_codes
         if number and tensor.shape == (num_bytes(number),):  # codes have more elements than the parameter
             codes = tensor.to(parameter.device, torch.uint8)  # an optimizer's `load_state_dict` casts them to FP32

@@ -65,8 +65,7 @@ class LayerwiseOptimizer:
             _allocate_momentum(optimizer)
         self._num_parameters = len(self.parameters)
         device = self.watched[0].device
-        self._one = torch.ones((), device=device)
-        self._lr_factor_on_device = torch.ones((), device=device)
+        self._one, self._lr_factor_on_device = torch.ones((), device=device), torch.ones((), device=device)
         self._last_rates: Any = None
         self._last_companions: Mapping[int, Tensor] | None = None
 
@@ -154,12 +153,9 @@ class LayerwiseOptimizer:
         steps or the optimizer is fused, else after the host has read it.
         """
         if self._fused:
-            self._fused[bucket].launch(
-                gradients,
-                lr_factor=self._lr_factor_on_device,
-                loss_scale=self._one if divisor is None else divisor,
-                found_nonfinite=found_nonfinite,
-            )
+            factor = self._lr_factor_on_device
+            scale = self._one if divisor is None else divisor
+            self._fused[bucket].launch(gradients, lr_factor=factor, loss_scale=scale, found_nonfinite=found_nonfinite)
             return
         for parameter, gradient in zip(gradients.parameters, gradients.tensors, strict=True):
             if gradient is not parameter.grad:

@@ -187,21 +187,19 @@ def divide(model: nn.Module, fused: fx.GraphModule, names: Collection[str]) -> D
     """
     nodes, regions = list(fused.graph.nodes), _regions_of_nodes(model, fused, names)
     num_spans = Counter(name for name, _ in itertools.groupby(regions))
-    region_of: dict[fx.Node, str] = {}
     span_of: dict[fx.Node, int] = {}
     span_names: list[str] = []
     for node, region in zip(nodes, regions, strict=True):
         name = region if num_spans[region] == 1 else ""
         if not span_names or name != span_names[-1]:
             span_names.append(name)
-        region_of[node] = name
         span_of[node] = len(span_names) - 1
     divided = split_module(fused, fused, span_of.__getitem__, keep_original_order=True)
     spared: dict[RecomputedInput, frozenset[str]] = {}
     for node in nodes:
         layer = called(fused, node)
         if isinstance(layer, RecomputedInput):
-            spared[layer] = frozenset(region_of[each] for each in (node, *node.all_input_nodes))
+            spared[layer] = frozenset(span_names[span_of[each]] for each in (node, *node.all_input_nodes))
     submodules = {name: divided.get_submodule(f"submod_{span}") for span, name in enumerate(span_names) if name}
     return Divided(module=divided, regions=submodules, spared=spared)
 

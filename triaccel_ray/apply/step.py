@@ -139,12 +139,9 @@ class Step:
             if num_parts >= min(self.num_micro_batches, num_samples):
                 self.num_micro_batches = min(2 * num_parts, num_samples)
             self.min_micro_batch_size = 1
+            size = -(-num_samples // self.num_micro_batches)
             fault = Fault.out_of_memory(
-                detail,
-                step=step,
-                phase="forward_backward",
-                batch_size=num_samples,
-                micro_batch_size=-(-num_samples // self.num_micro_batches),
+                detail, step=step, phase="forward_backward", batch_size=num_samples, micro_batch_size=size
             )
             memory_faults = (fault,)
 

@@ -107,7 +107,8 @@ class _Tracer(fx.Tracer):
 
     def __init__(self, leaves: Collection[nn.Module], opened: Collection[nn.Module]) -> None:
         super().__init__()
-        self._leaves, self._to_open = ({id(module) for module in modules} for modules in (leaves, opened))
+        self._leaves = {id(module) for module in leaves}
+        self._to_open = {id(module) for module in opened}
         self._surroundings = _surroundings()
         self.opened: list[nn.Module] = []
 
@@ -202,21 +203,20 @@ def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
 
 def _restored(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> str:
     """Restores the module's attributes; returns what the forward pass did to them, empty if nothing."""
-    now, kind, missing = module.__dict__, type(module).__name__, object()
-    assigned = [
-        name
-        for name in (*before, *(now.keys() - before))
-        if now.get(name, missing) is not before.get(name, (missing,))[0]
-    ]
+    now, kind = module.__dict__, type(module).__name__
+    names = [*before, *(now.keys() - before)]
+    assigned = [name for name in names if name not in before or name not in now or now[name] is not before[name][0]]
     changed = [name for name, (value, copy) in before.items() if copy is not None and _items(value) != _items(copy)]
     verb = "assigns" if assigned and assigned[0] in now else "deletes"
     if assigned or changed:
         now.clear()
         for name, (value, copy) in before.items():
             now[name] = value
-            if copy is not None:
+            if isinstance(value, list):
+                value[:] = copy
+            elif copy is not None:
                 value.clear()
-                value.extend(copy) if isinstance(value, list) else value.update(copy)
+                value.update(copy)
     if any(name.startswith("_tensor_constant") for name in assigned):  # torch.fx stores them so
         return "makes tensors of its own"
     if assigned:

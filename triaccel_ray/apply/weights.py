@@ -165,14 +165,13 @@ def parameters_of_one(layers: Sequence[Layer], updated: Iterable[nn.Parameter]) 
 
     Excludes those of norms, and weights that an embedding looks up: autocast leaves embeddings in FP32.
     """
-    parts = {layer.name: [part for module in layer.modules for part in module.modules()] for layer in layers}
-    looked_up = {
-        id(part.weight) for each in parts.values() for part in each if isinstance(part, nn.Embedding | nn.EmbeddingBag)
-    }
     found: dict[str, list[nn.Parameter]] = {}
-    for name, each in parts.items():
-        own = [p for part in each if not isinstance(part, NORMS) for p in part.parameters(recurse=False)]
-        found[name] = list(dict.fromkeys(own))
+    looked_up: set[int] = set()
+    for layer in layers:
+        parts = [part for module in layer.modules for part in module.modules()]
+        own = [p for part in parts if not isinstance(part, NORMS) for p in part.parameters(recurse=False)]
+        found[layer.name] = list(dict.fromkeys(own))
+        looked_up.update(id(part.weight) for part in parts if isinstance(part, nn.Embedding | nn.EmbeddingBag))
     owners = Counter(id(p) for own in found.values() for p in own)
     fit = {id(p) for p in updated if owners[id(p)] == 1 and p.dtype is torch.float32} - looked_up
     return {name: [p for p in own if id(p) in fit] for name, own in found.items()}

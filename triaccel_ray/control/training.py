@@ -139,8 +139,7 @@ class Training:
         in_8_bits = self._is_requested("optimizer_state", optimizer, default="fp32")
         self._split = SplitWeights(model, self.layers, optimizer) if splits_weights else None
         buckets = buckets_of(model, watched_parameters(optimizer, self.layers)) if steps_in_backward else None
-        self.memory = memory_meter(self.device, *memory)
-        self.pool = GraphPool(self.device)
+        self.memory, self.pool = memory_meter(self.device, *memory), GraphPool(self.device)
         self.optimizer = LayerwiseOptimizer(
             optimizer,
             self.layers,

@@ -114,7 +114,8 @@ class DatasetSource(DataSource):
         They come out the same, because random transforms are seeded by pass and sample.
         """
         indices = indices.cpu()
-        order = self._order_of(indices)
+        announced = [order for order in (self._order, self._following) if order is not None]
+        order = next((each for each in announced if each.continues_with(indices)), None)
         if order is None:
             return inputs_and_targets(self._read_in_process(indices))
         if order is self._following:
@@ -143,13 +144,6 @@ class DatasetSource(DataSource):
         self._prefetched = None
         if self._workers is not None:
             self._workers.close()
-
-    def _order_of(self, indices: Tensor) -> EpochOrder | None:
-        """Returns the announced order that `indices` continue; None if neither does."""
-        for order in (self._order, self._following):
-            if order is not None and order.continues_with(indices):
-                return order
-        return None
 
     def _begin(self, order: EpochOrder) -> None:
         self._order, self._following, self._prefetched = order, None, None

@@ -177,9 +177,9 @@ def item_loader(dataset: Dataset[Any], num_workers: int, **options: Any) -> Data
     context = "fork" if sys.platform == "linux" else None
     return DataLoader(
         dataset,
+        num_workers=num_workers,
         batch_size=None,
         collate_fn=_unchanged,
-        num_workers=num_workers,
         multiprocessing_context=context,
         **options,
     )

@@ -171,10 +171,10 @@ def _source_of_loader(loader: DataLoader[Any]) -> DataSource:
     dataset: Any = loader.dataset
     sampler: Any = loader.sampler
     in_batches = type(loader.batch_sampler) is BatchSampler
-    draws_each_once = isinstance(dataset, IterableDataset) or type(sampler) is SequentialSampler
     if isinstance(sampler, RandomSampler):
-        is_permutation = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-        draws_each_once = draws_each_once or is_permutation
+        draws_each_once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    else:
+        draws_each_once = isinstance(dataset, IterableDataset) or type(sampler) is SequentialSampler
     for name, value, is_fine, way_out in (
         ("batch_size", loader.batch_size, in_batches, "give it a batch_size and no batch_sampler"),
         (

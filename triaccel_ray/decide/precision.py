@@ -25,11 +25,7 @@ def promoted(precision: Precision) -> Precision:
 
 
 def decide_precision(
-    config: PrecisionConfig,
-    observation: Observation,
-    layers: Mapping[str, LayerState],
-    *,
-    may_lower: bool = True,
+    config: PrecisionConfig, observation: Observation, layers: Mapping[str, LayerState], *, may_lower: bool = True
 ) -> tuple[dict[str, Precision], dict[str, LayerState], list[Reason]]:
     """Returns each layer's precision and state for the next interval, and why any changed.
 
@@ -47,14 +43,13 @@ def decide_precision(
     for signal in observation.layers:
         name = signal.name
         in_force = observation.plan.precision[name]
-        old = replace(layers[name], ticks_since_change=layers[name].ticks_since_change + 1)
-        new = _after_vote(config, signal, old, may_lower=may_lower)
-        chosen = _precision_of(signal, new)
-        if chosen is not in_force:
-            reasons.append(_reason(config, signal, old, new, in_force, chosen))
-            new = replace(new, ticks_since_change=0)
-        precision[name] = chosen
-        updated[name] = new
+        before = replace(layers[name], ticks_since_change=layers[name].ticks_since_change + 1)
+        after = _after_vote(config, signal, before, may_lower=may_lower)
+        precision[name] = _precision_of(signal, after)
+        if precision[name] is not in_force:
+            reasons.append(_reason(config, signal, before, after, in_force, precision[name]))
+            after = replace(after, ticks_since_change=0)
+        updated[name] = after
     return precision, updated, reasons
 
 
@@ -122,25 +117,20 @@ def _after_vote(config: PrecisionConfig, signal: LayerSignal, state: LayerState,
 
 
 def _reason(
-    config: PrecisionConfig,
-    signal: LayerSignal,
-    before: LayerState,
-    after: LayerState,
-    in_force: Precision,
-    chosen: Precision,
+    config: PrecisionConfig, signal: LayerSignal, before: LayerState, after: LayerState, old: Precision, new: Precision
 ) -> Reason:
-    """Returns why a layer's precision changed; `before` and `after` are its states around the variance rule's vote."""
-    if in_force is Precision.FP16 and after.fp16_bar_ticks:
-        return _overflow_reason(signal, in_force, chosen)
-    change = f"{in_force.value} -> {chosen.value}"
+    """Returns why a precision changed from `old` to `new`; the states are those before and after the variance vote."""
+    if old is Precision.FP16 and after.fp16_bar_ticks:
+        return _overflow_reason(signal, old, new)
+    change = f"{old.value} -> {new.value}"
     barred = barred_precision(after)
-    is_retry = after.too_slow is not None and chosen.rank <= after.too_slow.rank and chosen is after.by_variance
-    if barred is not None and in_force.rank <= barred.rank:
-        code, text = ReasonCode.SLOWER, f"{in_force.value} was slower: {change}"
+    is_retry = after.too_slow is not None and new.rank <= after.too_slow.rank and new is after.by_variance
+    if barred is not None and old.rank <= barred.rank:
+        code, text = ReasonCode.SLOWER, f"{old.value} was slower: {change}"
     elif signal.variance is not None and after.by_variance is not before.by_variance:
         return _variance_reason(config, signal.name, signal.variance, before, after, change)
     elif is_retry:
-        code, text = ReasonCode.SLOWER, f"tried again after {chosen.value} was slower: {change}"
+        code, text = ReasonCode.SLOWER, f"tried again after {new.value} was slower: {change}"
     elif after.held:
         code, text = ReasonCode.CURVATURE, f"held by curvature: {change}"
     else:

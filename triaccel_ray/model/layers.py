@@ -168,11 +168,8 @@ def preserved_modes(model: nn.Module) -> Iterator[None]:
 
 def restoring_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """Returns a function that restores the current buffers of `modules`: the same tensors with the same values."""
-    saved = [
-        (module, name, buffer, buffer.clone())
-        for module in modules
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
+    named = [(module, name, b) for module in modules for name, b in module.named_buffers(recurse=False)]
+    saved = [(module, name, buffer, buffer.clone()) for module, name, buffer in named]
 
     def restore() -> None:
         with torch.no_grad():

@@ -23,11 +23,7 @@ class OtherFormatError(CheckpointError):
 
 
 def save_checkpoint(
-    path: Path,
-    state: dict[str, Any],
-    *,
-    previous: Path | None = None,
-    confirm: Callable[[], None] | None = None,
+    path: Path, state: dict[str, Any], *, previous: Path | None = None, confirm: Callable[[], None] | None = None
 ) -> None:
     """Writes `state` (tensors, numbers, strings, lists and dicts of them) to `path`, as `save_durably` does."""
     save_durably(path, {"format": FORMAT, "state": state}, previous=previous, confirm=confirm)

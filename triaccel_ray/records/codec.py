@@ -101,8 +101,7 @@ def _decode_union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
 def _decode_dataclass(cls: Any, data: Any, where: str) -> Any:
     _require(isinstance(data, dict), data, where, "an object")
     hints, required = _fields(cls)
-    unknown = sorted(set(data) - set(hints))
-    missing = sorted(required - set(data))
+    unknown, missing = sorted(set(data) - set(hints)), sorted(required - set(data))
     _require(not unknown, unknown, where, f"only the fields {', '.join(hints)}")
     _require(not missing, f"no {', '.join(missing)}", where, "all required fields")
     return cls(**{name: _decode(hints[name], item, f"{where}.{name}") for name, item in data.items()})

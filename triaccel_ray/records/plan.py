@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 
 
 class Precision(StrEnum):
@@ -18,15 +17,12 @@ class Precision(StrEnum):
     @property
     def rank(self) -> int:
         """Position from lowest (0) to highest (2); a *promotion* raises it."""
-        return _RANKS[self]
+        return list(Precision).index(self)
 
     @property
     def bytes_per_element(self) -> int:
         """Bytes of one activation element: 2 for FP16 and BF16, 4 for FP32."""
         return 4 if self is Precision.FP32 else 2
-
-
-_RANKS = MappingProxyType({level: rank for rank, level in enumerate(Precision)})
 
 
 @dataclass(frozen=True, kw_only=True)
