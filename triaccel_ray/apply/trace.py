@@ -164,9 +164,7 @@ for _function in INPLACE_OPERATORS:
 
 def _surroundings() -> tuple[Any, ...]:
     """Returns the gradient, inference, autocast and saved-tensor hook settings, which graphs do not record."""
-    autocast = tuple(
-        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
-    )
+    autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
     saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, saved_tensor_hooks
 

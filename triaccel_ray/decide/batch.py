@@ -51,8 +51,7 @@ def retreat(config: BatchConfig, observation: Observation, state: BatchState) ->
     if smallest.kind is FaultKind.CAPTURE_OUT_OF_MEMORY and not config.enabled:
         size, parts = plan.batch_size, 2 * plan.num_micro_batches
     else:
-        limit = min(smallest.batch_size - 1, fitting_size * config.accumulate, plan.batch_size)
-        size = _round_down(config, limit)
+        size = _round_down(config, min(smallest.batch_size - 1, fitting_size * config.accumulate, plan.batch_size))
         parts = max(math.ceil(size / fitting_size), config.accumulate)
         if size == plan.batch_size:
             parts = max(parts, plan.num_micro_batches)

@@ -51,11 +51,8 @@ class Plan:
 
     def steps_as(self, other: Plan) -> bool:
         """Returns whether steps compute the same under both plans, apart from learning rates."""
-        return (self.batch_size, self.num_micro_batches, self.precision) == (
-            other.batch_size,
-            other.num_micro_batches,
-            other.precision,
-        )
+        has_same_batch = (self.batch_size, self.num_micro_batches) == (other.batch_size, other.num_micro_batches)
+        return has_same_batch and self.precision == other.precision
 
     def needs_less_than(self, other: Plan) -> bool:
         """Returns whether the micro-batch or any layer takes less memory than under `other`."""

@@ -127,8 +127,5 @@ def initial_decision(config: ControlConfig, layers: Iterable[tuple[str, tuple[Pr
 
 def nearest_supported(wanted: Precision, supported: tuple[Precision, ...]) -> Precision:
     """Returns the lowest supported precision that is not below `wanted`; FP32 when there is none."""
-    return min(
-        (level for level in supported if level.rank >= wanted.rank),
-        key=lambda level: level.rank,
-        default=Precision.FP32,
-    )
+    allowed = [level for level in supported if level.rank >= wanted.rank]
+    return min(allowed, key=lambda level: level.rank, default=Precision.FP32)
