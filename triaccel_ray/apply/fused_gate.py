@@ -82,7 +82,8 @@ def find_gate(
 
     Returns None unless there is exactly one of each, or if x has other readers, which may write to it.
     """
-    means = {node: pool for node in x.users if (pool := _pool(node, x, module_of(node)))}
+    pools = {node: _pool(node, x, module_of(node)) for node in x.users}
+    means = {node: pool for node, pool in pools.items() if pool is not None}
     calls = [node for node in x.users if node.op in ("call_function", "call_method")]
     products = [node for node in calls if node.target in _PRODUCTS and len(node.args) == 2 and not node.kwargs]
     expanded = [node for node in calls if node.target == "expand_as" and node.args[1:] == (x,)]

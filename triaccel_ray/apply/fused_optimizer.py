@@ -131,11 +131,8 @@ class FusedOptimizer:
     def find_state(self) -> None:
         """Updates the kernels' tables if parameters or state have moved to new tensors, as a checkpoint moves them."""
         num_watched, state = len(self._watched), self._optimizer.state
-        is_own = [group is not None and p.requires_grad for p, group in self._pairs()]
-        places: list[Any] = [
-            (p.data_ptr(), p.dtype, id(p) in self._in_codes) if own else None
-            for p, own in zip(self._watched, is_own, strict=True)
-        ]
+        own = [p if group is not None and p.requires_grad else None for p, group in self._pairs()]
+        places = [None if p is None else (p.data_ptr(), p.dtype, id(p) in self._in_codes) for p in own]
         if places == self._known_places:
             pairs = zip(self._state_tensors(), self._known_state, strict=True)
             if all(tensor is known for tensor, known in pairs):
@@ -147,7 +144,7 @@ class FusedOptimizer:
             elif group is not None and p.requires_grad and (name != "momentum_buffer" or group["momentum"]):
                 state[p][name] = self._zeros(p, name)
         # Not `detach`: kernels on a GPU raise no version counters, so the reference must not either.
-        self._parameters.point_to([p.data if own else None for p, own in zip(self._watched, is_own, strict=True)])
+        self._parameters.point_to([None if p is None else p.data for p in own])
         self._known_state, self._known_places = self._state_tensors(), places
         for index, table in enumerate(self._state_tables):
             table.point_to(self._known_state[index * num_watched : (index + 1) * num_watched])

@@ -56,12 +56,11 @@ def _emulated_precisions(device_type: str) -> Mapping[Precision, str]:
     On an AMD EPYC without instructions for FP16, a convolution in it took 77 times as long as in FP32.
     """
     if device_type == "cuda":
-        device, is_native = "GPU", {Precision.BF16: torch.cuda.is_bf16_supported(including_emulation=False)}
+        device, native = "GPU", {Precision.BF16: torch.cuda.is_bf16_supported(including_emulation=False)}
     else:
         onednn = torch.ops.mkldnn if torch.backends.mkldnn.is_available() else None
-        device, is_native = "CPU", _native_on_a_cpu(onednn)
-    emulated = [level for level, native in is_native.items() if not native]
-    return {level: f"this {device} has no {level.name} instructions" for level in emulated}
+        device, native = "CPU", _native_on_a_cpu(onednn)
+    return {level: f"this {device} has no {level.name} instructions" for level, has in native.items() if not has}
 
 
 def _native_on_a_cpu(onednn: Any) -> dict[Precision, bool]:

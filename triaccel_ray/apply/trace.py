@@ -184,7 +184,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         drew = randomness != random.getstate() or not torch.equal(torch_randomness, torch.get_rng_state())
         random.setstate(randomness)
         torch.set_rng_state(torch_randomness)
-        changes = [what for module, before in attributes.items() if (what := _restored(module, before))]
+        found = [_restore(module, before) for module, before in attributes.items()]
+        changes = [change for change in found if change]
     if drew:
         raise _UntraceableError("its forward pass draws random numbers outside of what it calls")
     if changes:
@@ -199,7 +200,7 @@ def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _restored(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> str:
+def _restore(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> str:
     """Restores the module's attributes; returns what the forward pass did to them, empty if nothing."""
     now, kind = module.__dict__, type(module).__name__
     names = [*before, *(now.keys() - before)]
