@@ -76,9 +76,7 @@ class Recomputation:
 
     def exclude_random(self, step: int) -> tuple[Fault, ...]:
         """Stops checkpointing regions that drew random numbers on a GPU; returns a fault naming them, if any."""
-        return self._exclude(
-            self._drawing, "captured steps (`capture`) cannot draw random numbers twice the same", step
-        )
+        return self._skip(self._drawing, "captured steps (`capture`) cannot draw random numbers twice the same", step)
 
     def exclude_failed(self, error: BaseException, step: int) -> tuple[Fault, ...]:
         """Stops checkpointing regions that cannot be recomputed, if `error` stems from them; returns a fault, if so."""
@@ -87,17 +85,15 @@ class Recomputation:
                 return ()
             kind = type(self.regions[self._last_recomputed])
             differing = [name for name, region in self.regions.items() if type(region) is kind]
-            return self._exclude(
-                differing, "what changes state of its own, a cache say, cannot be computed again", step
-            )
-        return self._exclude(self._overwriting, "what writes into its input cannot be computed again", step)
+            return self._skip(differing, "what changes state of its own, a cache say, cannot be computed again", step)
+        return self._skip(self._overwriting, "what writes into its input cannot be computed again", step)
 
-    def _exclude(self, names: Collection[str], why: str, step: int) -> tuple[Fault, ...]:
-        excluded = [name for name in self.regions if name in names]
-        if not excluded:
+    def _skip(self, names: Collection[str], why: str, step: int) -> tuple[Fault, ...]:
+        skipped = [name for name in self.regions if name in names]
+        if not skipped:
             return ()
         self.regions = {name: module for name, module in self.regions.items() if name not in names}
-        text = f"{why}: activations of {', '.join(excluded)} are kept"
+        text = f"{why}: activations of {', '.join(skipped)} are kept"
         return (Fault(kind=FaultKind.ACTIVATIONS_KEPT, step=step, phase="checkpoint", detail=text[:500]),)
 
     @contextlib.contextmanager

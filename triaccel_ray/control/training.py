@@ -137,14 +137,14 @@ class Training:
         splits_weights = self._is_requested("weights", optimizer, default="fp32")
         steps_in_backward = self._is_requested("step_in_backward", optimizer, default=False)
         in_8_bits = self._is_requested("optimizer_state", optimizer, default="fp32")
-        self._split = SplitWeights(model, self.layers, optimizer) if splits_weights else None
+        self._split_weights = SplitWeights(model, self.layers, optimizer) if splits_weights else None
         buckets = buckets_of(model, watched_parameters(optimizer, self.layers)) if steps_in_backward else None
         self.memory, self.pool = memory_meter(self.device, *memory), GraphPool(self.device)
         self.optimizer = LayerwiseOptimizer(
             optimizer,
             self.layers,
             release_memory=self.make_room,
-            split=self._split,
+            split=self._split_weights,
             buckets=buckets,
             in_8_bits=in_8_bits,
         )
@@ -208,8 +208,8 @@ class Training:
         on_gpu = self.device.type == "cuda"
         fusion = self._fuse() if on_gpu and execution.compile != "on" and execution.fuse else None
         compiles = execution.compile == "on" or (execution.compile == "auto" and on_gpu and fusion is None)
-        needs_copies = on_gpu and not compiles and self._split is None and buckets is None
-        weights = self._split or Weights()
+        needs_copies = on_gpu and not compiles and self._split_weights is None and buckets is None
+        weights = self._split_weights or Weights()
         if needs_copies:
             weights = ComputeCopies(self.layers, self.optimizer.parameters)
         norms = () if fusion is None else fusion.norms
