@@ -159,7 +159,7 @@ def saved_bytes(step: Step) -> int:
         return tensor
 
     again = step.recomputation or Recomputation({})
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), again.in_force(step.model, step._again):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), again.in_force(step.model, step._recomputing):
         step.model(images()[0]).sum()
     return sum(held.values())
 
@@ -282,7 +282,7 @@ def test_layers_next_to_a_region_that_is_computed_again_keep_their_inputs_for_as
     touching = {layer for layer, regions in divided.spared.items() if "layer1.0" in regions}
     assert touching
     assert touching != set(divided.spared)
-    with recomputation.in_force(divided.module, step._again):
+    with recomputation.in_force(divided.module, step._recomputing):
         assert {layer for layer in divided.spared if layer.keeps_input} == touching
     assert not any(layer.keeps_input for layer in divided.spared)
 

@@ -99,7 +99,7 @@ def test_what_is_read_ahead_is_little_and_what_is_done_with_is_given_up() -> Non
     for _ in range(20):
         sampler.take(40)
     assert telling.at <= 20 * 40 + 2
-    assert len(sampler.source._held) <= 42  # type: ignore[attr-defined]  # an IterableSource
+    assert len(sampler.source._buffer) <= 42  # type: ignore[attr-defined]  # an IterableSource
 
 
 def test_the_position_within_the_first_epoch_counts_where_the_length_is_known() -> None:

@@ -15,7 +15,7 @@ class Actuators:
 
     def __init__(self, plan: Plan, cache: StepCache, pool: GraphPool) -> None:
         self._cache, self._pool = cache, pool
-        self._put(plan)
+        self._put_in_force(plan)
         self.plan = plan
         """The plan in force."""
         self.adapting_ms = 0.0
@@ -25,14 +25,15 @@ class Actuators:
         """Applies `plan`; returns the plan then in force, a fault if that is still the old one, and the cost."""
         faults: tuple[Fault, ...] = ()
         try:
-            self._put(plan)
+            self._put_in_force(plan)
             if plan.needs_less_than(self.plan):
                 self._pool.release()  # captured steps of the larger plan would keep its memory
             self.plan = plan
         except (RuntimeError, KeyError, MemoryError) as error:
-            self._put(self.plan)
-            detail, size = f"{type(error).__name__}: {error}"[:500], plan.batch_size
-            faults = (Fault(kind=FaultKind.APPLY_FAILED, step=step, phase="apply", batch_size=size, detail=detail),)
+            self._put_in_force(self.plan)
+            detail = f"{type(error).__name__}: {error}"[:500]
+            kind = FaultKind.APPLY_FAILED
+            faults = (Fault(kind=kind, step=step, phase="apply", batch_size=plan.batch_size, detail=detail),)
         milliseconds, evicted = self._cache.take_cost()
         self.adapting_ms += milliseconds
         return Applied(plan=self.plan, faults=faults, evicted=evicted, adapt_ms=milliseconds)
@@ -45,9 +46,9 @@ class Actuators:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores and applies what `state_dict` returned."""
         self.plan = decode(Plan, state["plan"])
-        self._put(self.plan)
+        self._put_in_force(self.plan)
         self._cache.step.set_num_micro_batches(*state["micro_batches"])
 
-    def _put(self, plan: Plan) -> None:
+    def _put_in_force(self, plan: Plan) -> None:
         self._cache.step.precision.set(plan.precision)
         self._cache.step.set_num_micro_batches(plan.num_micro_batches, plan.micro_batch_size)

@@ -84,17 +84,17 @@ class StepCache:
         self,
         step: Step,
         update: Update,
-        gradients_of: Callable[[], Gradients | BucketedGradients],
+        new_gradients: Callable[[], Gradients | BucketedGradients],
         pool: GraphPool,
         config: ExecutionConfig,
     ) -> None:
         self.step = step
-        self._update, self._gradients_of, self._pool = update, gradients_of, pool
+        self._update, self._new_gradients, self._pool = update, new_gradients, pool
         self._autotune = config.autotune
         self.enabled = config.capture and pool.can_capture
         """Whether steps may be captured."""
         self._source, self._generator = step.sampler.source, step.sampler.generator
-        self._eager_gradients = gradients_of()
+        self._eager_gradients = new_gradients()
         self._stream = PooledStream(self._generator.device) if pool.handle is not None else None
         self._entries: OrderedDict[_Key, _Captured] = OrderedDict()
         self._is_ready: dict[_Key, bool] = {}
@@ -129,19 +129,19 @@ class StepCache:
         key = _Key(len(indices), self.step.num_micro_batches, self.step.precision.key)
         with self.on_stream(), self._autotuning():
             if not self.enabled or key in self._too_large:
-                return self._eager(indices, loss_scale, step).faults
+                return self._run_eagerly(indices, loss_scale, step).faults
             if key.num_micro_batches > 1 and not self._source.is_resident:
                 text = "batches that pass in parts are captured from tensors on the device alone"
-                fault = _capture_fault(key, step, text)
-                return (*self._once(fault), *self._eager(indices, loss_scale, step).faults)
+                faults = self._unless_reported(_capture_fault(key, step, text))
+                return (*faults, *self._run_eagerly(indices, loss_scale, step).faults)
             if self._entries and self._dependencies() != self._captured_dependencies:
                 self._pool.release()
                 self._is_ready.clear()
             if key not in self._entries and not self._is_ready.get(key):
-                return self._first(key, indices, loss_scale, step)
-            obstacle = self._prepare(key, indices, loss_scale, step)
-            if obstacle is not None:
-                return (obstacle, *self._eager(indices, loss_scale, step).faults)
+                return self._run_first(key, indices, loss_scale, step)
+            fault = self._prepare(key, indices, loss_scale, step)
+            if fault is not None:
+                return (fault, *self._run_eagerly(indices, loss_scale, step).faults)
             entry = self._entries[key]
             self._entries.move_to_end(key)
             entry.graph.replay()
@@ -149,13 +149,14 @@ class StepCache:
                 self._update.run(entry.loss_sum, key.batch_size, entry.gradients)
         return ()
 
-    def _once(self, fault: Fault) -> tuple[Fault, ...]:
+    def _unless_reported(self, fault: Fault) -> tuple[Fault, ...]:
         """Returns the fault, unless one of its kind has been returned here before."""
-        is_new = fault.kind not in self._reported
+        if fault.kind in self._reported:
+            return ()
         self._reported.add(fault.kind)
-        return (fault,) if is_new else ()
+        return (fault,)
 
-    def _eager(self, indices: Tensor, loss_scale: Tensor, step: int, *, watch: bool = False) -> StepOutcome:
+    def _run_eagerly(self, indices: Tensor, loss_scale: Tensor, step: int, *, watch: bool = False) -> StepOutcome:
         if self._pool.holds_graphs:  # graphs of the curvature measurement included
             self._pool.release()
         gradients, weights = self._eager_gradients, self.step.precision.weights
@@ -167,10 +168,10 @@ class StepCache:
         gradients.drop()
         if self.step.fusion is not None and (reason := self.step.fusion.refused_because):
             refusal = Fault(kind=FaultKind.FUSION_REFUSED, step=step, phase="fuse", detail=reason)
-            return replace(outcome, faults=(*outcome.faults, *self._once(refusal)))
+            return replace(outcome, faults=(*outcome.faults, *self._unless_reported(refusal)))
         return outcome
 
-    def _first(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> tuple[Fault, ...]:
+    def _run_first(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> tuple[Fault, ...]:
         """Runs the first step of a kind eagerly, and checks whether it can be captured.
 
         Compilation itself waits for the device. So a step that compiles is not checked, but the one after it is.
@@ -178,19 +179,20 @@ class StepCache:
         before = self._dependencies()
         compiles = self.step.is_compiled and key not in self._is_ready
         with self._timed():
-            outcome = self._eager(indices, loss_scale, step, watch=not compiles)
+            outcome = self._run_eagerly(indices, loss_scale, step, watch=not compiles)
             self.step.zero_grad()
         if any(fault.kind is FaultKind.OUT_OF_MEMORY for fault in outcome.faults):
             return outcome.faults  # the attempt that succeeded was a step of another kind
         self._is_ready[key] = not compiles
         if compiles:
             return outcome.faults
-        obstacles = [*outcome.obstacles]
+        obstacles = list(outcome.obstacles)
         if self._dependencies() != before:
             obstacles.append("the step puts other tensors in place of parameters or buffers, which a replay would not")
         recomputation, compilation = self.step.recomputation, self.step.compilation
         if not obstacles:
-            return (*outcome.faults, *(() if recomputation is None else recomputation.exclude_random(step)))
+            kept = () if recomputation is None else recomputation.exclude_random(step)
+            return (*outcome.faults, *kept)
         if recomputation is None and compilation is not None and compilation.blocks:
             compilation.compile_whole()  # compiled code between the blocks may avoid the obstacles
             self._is_ready.clear()
@@ -227,24 +229,24 @@ class StepCache:
             entry.indices.copy_(indices, non_blocking=True)
             return
         fresh = self._source.batch(indices, self._generator)
-        if _kind(fresh) != _kind(entry.batch):
+        if _signature(fresh) != _signature(entry.batch):
             raise _BatchesDifferError("batches of one size differ in their shapes or in what is no tensor")
-        for mine, theirs in zip(tensors_in(entry.batch), tensors_in(fresh), strict=True):
-            mine.copy_(theirs, non_blocking=True)
+        for static, tensor in zip(tensors_in(entry.batch), tensors_in(fresh), strict=True):
+            static.copy_(tensor, non_blocking=True)
 
     def _capture(self, key: _Key, indices: Tensor, loss_scale: Tensor) -> None:
         """Captures the step on these samples and stores the graph; nothing is executed yet."""
         self.step.zero_grad()
-        gradients, weights = self._gradients_of(), self.step.precision.weights
+        gradients, weights = self._new_gradients(), self.step.precision.weights
         batch = None
         if not self._source.is_resident:
             batch = map_tensors(torch.clone, self._source.batch(indices, self._generator))
-        static = indices.clone()
+        static_indices = indices.clone()
         loss_sums: list[Tensor] = []
 
         def work() -> None:
             gradients.begin(publishes=False)
-            batches = iter([(key.batch_size, *batch)]) if batch is not None else self.step.batches(static)
+            batches = self.step.batches(static_indices) if batch is None else iter([(key.batch_size, *batch)])
             loss_sums.append(self.step.accumulate(batches, key.batch_size, loss_scale))
             gradients.collect(weights.in_force, weights.sums)
             if self._update.is_capturable:
@@ -257,10 +259,11 @@ class StepCache:
             gradients.drop()
         self.step.zero_grad()
         self._captured_dependencies = self._dependencies()
-        self._entries[key] = _Captured(graph, static, batch, loss_sums[0], gradients)
+        self._entries[key] = _Captured(graph, static_indices, batch, loss_sums[0], gradients)
         if len(self._entries) > MAX_GRAPHS:
             self._pool.synchronize()
-            self._evicted.append(str(self._entries.popitem(last=False)[0]))
+            oldest, _ = self._entries.popitem(last=False)
+            self._evicted.append(str(oldest))
 
     def _dependencies(self) -> tuple[Any, ...]:
         """Returns the state that graphs depend on and that user code may change; a change invalidates all graphs.
@@ -319,6 +322,6 @@ def _capture_fault(key: _Key, step: int, detail: str, kind: FaultKind = FaultKin
     )
 
 
-def _kind(batch: tuple[Any, Tensor]) -> Any:
+def _signature(batch: tuple[Any, Tensor]) -> Any:
     """Returns the batch with each tensor replaced by its shape and dtype: equal for all batches of a captured step."""
     return map_tensors(lambda tensor: (tensor.shape, tensor.dtype), batch)

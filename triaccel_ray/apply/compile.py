@@ -30,7 +30,7 @@ class Compilation:
         self.blocks = tuple(blocks)
         """The blocks compiled one by one; empty if the model is compiled as a whole."""
         self._whole: Any = None if blocks else torch.compile(model)
-        self._compiled = [*self.blocks, *_between(model, self.blocks)] if self.blocks else []
+        self._compiled = [*self.blocks, *_norms_and_embeddings_outside(model, self.blocks)] if self.blocks else []
         for module in self._compiled:
             module.compile(dynamic=True)
 
@@ -67,7 +67,7 @@ class Compilation:
         self.blocks, self._compiled, self._whole = (), [], None
 
 
-def _between(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+def _norms_and_embeddings_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Returns the norms and embeddings outside the blocks; their eager backward passes are slow."""
     inside = {part for block in blocks for part in block.modules()}
     found = []

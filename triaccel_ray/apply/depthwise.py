@@ -19,13 +19,15 @@ _MAX_NUMEL = 2**30
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
     """Returns the forward function of the module's type; for a depthwise convolution, one that may use the kernel."""
-    is_own = "_conv_forward" in module.__dict__
-    return _convolve if type(module) is nn.Conv2d and is_depthwise(module) and not is_own else type(module).forward
+    is_customized = "_conv_forward" in module.__dict__
+    if type(module) is nn.Conv2d and is_depthwise(module) and not is_customized:
+        return _convolve
+    return type(module).forward
 
 
 def _convolve(module: Any, input: Any) -> Any:  # noqa: A002  # as PyTorch names it
     weight: Tensor = module.weight
-    if torch.compiler.is_compiling() or not (_computes(module) and _reads(module, input)):
+    if torch.compiler.is_compiling() or not (_supports_settings(module) and _supports_input(module, input)):
         return nn.Conv2d.forward(module, input)
     from triaccel_ray.kernels.depthwise_conv.launch import depthwise_conv  # Triton may be missing without a GPU
 
@@ -33,7 +35,7 @@ def _convolve(module: Any, input: Any) -> Any:  # noqa: A002  # as PyTorch names
     return depthwise_conv(input.to(dtype), weight.to(dtype), stride=module.stride[0], padding=module.padding[0])
 
 
-def _computes(module: Any) -> bool:
+def _supports_settings(module: Any) -> bool:
     """Returns whether the kernel supports the settings of this convolution."""
     size, stride, padding = module.kernel_size, module.stride, module.padding
     is_square = all(isinstance(each, tuple) and len(set(each)) == 1 for each in (size, stride, padding))
@@ -41,7 +43,7 @@ def _computes(module: Any) -> bool:
     return is_plain and is_square and max(size[0], stride[0]) <= _LARGEST and padding[0] >= 0
 
 
-def _reads(module: Any, x: Any) -> bool:
+def _supports_input(module: Any, x: Any) -> bool:
     """Returns whether the kernel can read x without a copy, and PyTorch would accept x."""
     weight = module.weight
     if not (is_kernel_input(x) and is_kernel_input(weight) and x.is_contiguous(memory_format=torch.channels_last)):

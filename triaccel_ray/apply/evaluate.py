@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.data.sources import DataSource, IterableSource, as_source
-from triaccel_ray.model.dry_run import attributing_errors, described, seen
+from triaccel_ray.model.dry_run import attributing_errors, described, described_pair
 from triaccel_ray.model.layers import Loss, forward, preserved_modes
 from triaccel_ray.model.metrics import ACCURACY, Metric, Values, as_metrics, is_classification
 from triaccel_ray.model.pytree import tensors_in
@@ -29,8 +29,9 @@ def evaluation_batch_size(batch_size: int, *, on_gpu: bool, beside_graphs: bool)
     After captured graphs are released, an eighth takes no more memory than they did (ResNet-18, batches of 96 and 224).
     Beside graphs, a quarter takes 0.07 GB more than they do; smaller batches would take longer after every epoch.
     """
-    parts = (4 if beside_graphs else 8) if on_gpu else 1
-    return max(batch_size // parts, 1)
+    if not on_gpu:
+        return batch_size
+    return max(batch_size // (4 if beside_graphs else 8), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +98,11 @@ def evaluate(
             if source is not data:
                 source.close()  # ends the processes that have read ahead
     loss_sum, *sums = totals.tolist()
-    shown, first = evaluator.figures(sums[: len(sums) // 2]), evaluator.figures(sums[len(sums) // 2 :])
-    one_view = first if evaluator.has_views else {}
+    middle = len(sums) // 2
+    found = evaluator.figures(sums[:middle])
+    one_view = evaluator.figures(sums[middle:]) if evaluator.has_views else {}
     return Evaluation(
-        loss=loss_sum / cursor, metrics=shown, num_samples=cursor, one_view=one_view, faults=tuple(faults)
+        loss=loss_sum / cursor, metrics=found, num_samples=cursor, one_view=one_view, faults=tuple(faults)
     )
 
 
@@ -122,7 +124,7 @@ class _Evaluator:
             found = type(views).__name__
             raise TypeError(f"{type(source).__name__}.views returned a {found}: must be a tuple or list, not empty")
         first, *others = (forward(self._model, view) for view in views)
-        outputs = _mean([first, *others], len(indices), source) if others else first
+        outputs = _mean_of_views([first, *others], len(indices), source) if others else first
         if self._metrics is None:
             self._metrics = {"accuracy": ACCURACY} if is_classification(outputs, targets) else {}
         loss_sum = self._loss(outputs, targets).double() * len(indices)
@@ -154,15 +156,16 @@ def measured(metrics: Mapping[str, Metric], outputs: Any, targets: Any) -> Tenso
 
 
 def _sum_and_weight(name: str, metric: Metric, outputs: Any, targets: Any, num_samples: int) -> tuple[Any, Any]:
-    with attributing_errors(f"metrics[{name!r}]", lambda: seen(outputs, targets)):
+    with attributing_errors(f"metrics[{name!r}]", lambda: described_pair(outputs, targets)):
         found = metric.values(outputs, targets)
     if isinstance(found, Tensor) and found.shape[:1] == (num_samples,):
         return found.sum(dtype=torch.float64), found.numel()
     if isinstance(found, tuple) and len(found) == 2 and all(map(_is_number, found)):
         return found
     raise TypeError(
-        f"metrics[{name!r}] returned {described(found)}{seen(outputs, targets)}: must be a tensor with a row for each "
-        f"of {num_samples} samples, or (sum, weight), two scalars; of a mean m over n samples return (m * n, n)"
+        f"metrics[{name!r}] returned {described(found)}{described_pair(outputs, targets)}: must be a tensor with a "
+        f"row for each of {num_samples} samples, or (sum, weight), two scalars; of a mean m over n samples return "
+        "(m * n, n)"
     )
 
 
@@ -176,7 +179,7 @@ def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
     return torch.full((), float(value), dtype=torch.float64, device=device)  # `as_tensor` would wait for the device
 
 
-def _mean(outputs: list[Any], num_samples: int, source: DataSource) -> Tensor:
+def _mean_of_views(outputs: list[Any], num_samples: int, source: DataSource) -> Tensor:
     """Returns the mean of the outputs of all views, [num_samples, ...]."""
     shapes = {tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in outputs}
     if len(shapes) > 1 or not isinstance(outputs[0], Tensor) or outputs[0].shape[:1] != (num_samples,):

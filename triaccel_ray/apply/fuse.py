@@ -96,15 +96,12 @@ def fuse(model: nn.Module, leaves: Collection[nn.Module], *, recompute: bool = T
     if isinstance(traced, Refusal):
         return traced
     rewriting = _Rewriting(model, traced.graph, leaves)
-    calls = []
-    for chain in list(rewriting.chains()):
-        call = rewriting.replace(chain)
-        calls.append(call)
+    calls = [rewriting.replace(chain) for chain in list(rewriting.chains())]
     if not calls:
         return Refusal(reason="it calls no BatchNorm2d outside of its layers")
     for call in calls:
         rewriting.fuse_gate(call)
-    norms = tuple(rewriting.described(call) for call in list(traced.graph.nodes) if call in calls)
+    norms = tuple(rewriting.record_readers(call) for call in list(traced.graph.nodes) if call in calls)
     if recompute:
         rewriting.recompute_inputs(calls)
     return Fusion(module=rewriting.module(), norms=norms, _trace=traced)
@@ -116,7 +113,7 @@ class _Rewriting:
     def __init__(self, model: nn.Module, graph: fx.Graph, leaves: Collection[nn.Module]) -> None:
         self._model, self._graph = model, graph
         self._leaves = {id(module) for module in leaves}
-        self._made: dict[str, nn.Module] = {}
+        self._new_modules: dict[str, nn.Module] = {}
         """Name -> new module that replaces calls: `FusedNorm`, `RecomputedInput`, `Pool` or `Multiply`."""
 
     def chains(self) -> Iterator[_Chain]:
@@ -166,12 +163,12 @@ class _Rewriting:
             node.replace_all_uses_with(replacement)
             self._graph.erase_node(node)
 
-    def described(self, call: fx.Node) -> FusedNorm:
+    def record_readers(self, call: fx.Node) -> FusedNorm:
         """Returns the fused norm of a call, with its readers recorded and its output forked if possible."""
-        fused = self._made[str(call.target)]
+        fused = self._new_modules[str(call.target)]
         assert isinstance(fused, FusedNorm)
         following: dict[int, nn.Module] = {}
-        fused.has_other_readers = self._collect(call, following)
+        fused.has_other_readers = self._collect_readers(call, following)
         fused.following = tuple(following.values())
         readers = list(call.users)
         if len(readers) > 1 and all(self._only_reads(reader, call) for reader in readers):
@@ -179,8 +176,8 @@ class _Rewriting:
             first, second = self._items_of(call)
             residual_readers = [reader for reader in readers if call in reader.args[1:]]
             for reader in readers:
-                alone = reader is (residual_readers or readers)[-1]
-                reader.replace_input_with(call, second if alone else first)
+                is_alone = reader is (residual_readers or readers)[-1]
+                reader.replace_input_with(call, second if is_alone else first)
         return fused
 
     def recompute_inputs(self, calls: Collection[fx.Node]) -> None:
@@ -194,16 +191,16 @@ class _Rewriting:
     def module(self) -> fx.GraphModule:
         """Returns the graph as a module, with the modules that it calls."""
         targets = [str(node.target) for node in self._graph.nodes if node.op in ("call_module", "get_attr")]
-        root = {target: self._made.get(target) or operator.attrgetter(target)(self._model) for target in targets}
+        root = {target: self._new_modules.get(target) or operator.attrgetter(target)(self._model) for target in targets}
         self._graph.lint()
         return fx.GraphModule(root, self._graph, type(self._model).__name__)
 
     def _add(self, module: nn.Module) -> str:
         """Registers a new module, and returns the name by which the graph calls it."""
-        name = f"{type(module).__name__.lower()}_{len(self._made)}"
+        name = f"{type(module).__name__.lower()}_{len(self._new_modules)}"
         while hasattr(self._model, name):
             name += "_"
-        self._made[name] = module
+        self._new_modules[name] = module
         return name
 
     def _call_after(self, node: fx.Node, module: nn.Module, args: tuple[Any, ...]) -> fx.Node:
@@ -220,7 +217,7 @@ class _Rewriting:
     def _is_norm(self, node: fx.Node) -> bool:
         module = self._module(node)
         takes_one = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
-        return type(module) is nn.BatchNorm2d and takes_one and self._is_free(module)
+        return type(module) is nn.BatchNorm2d and takes_one and self._is_replaceable(module)
 
     def _sum_after(self, node: fx.Node, taken: Collection[fx.Node]) -> fx.Node | None:
         """Returns the only reader of `node`, if it adds another value and does not write the sum into that value."""
@@ -241,7 +238,7 @@ class _Rewriting:
         saves the sum: code that then writes into the residual would break the backward pass.
         """
         user = _only_user(node)
-        activation = self._activation(user)[1]
+        _, activation = self._activation(user)
         if user is None or activation == "none" or (relu_only and activation != "relu"):
             return None
         return user if user.args[:1] == (node,) else None
@@ -253,8 +250,9 @@ class _Rewriting:
         module = self._module(node)
         if module is not None:
             name = _ACTIVATION_MODULES.get(type(module), "none")
-            return (module, name) if name != "none" and self._is_free(module) else (None, "none")
-        if node.op in ("call_function", "call_method") and node.target in _ACTIVATION_FUNCTIONS:
+            if name != "none" and self._is_replaceable(module):
+                return module, name
+        elif node.op in ("call_function", "call_method") and node.target in _ACTIVATION_FUNCTIONS:
             return functools.partial(_callable(node), **node.kwargs), _ACTIVATION_FUNCTIONS[node.target]
         return None, "none"
 
@@ -278,31 +276,31 @@ class _Rewriting:
         """Returns whether `reader` neither writes into the value of `call` nor returns a view of it."""
         if [*reader.args, *reader.kwargs.values()].count(call) != 1:
             return False
-        module = self._made.get(str(reader.target)) or self._module(reader)
+        module = self._new_modules.get(str(reader.target)) or self._module(reader)
         if module is not None:
             return isinstance(module, FusedNorm) or type(module) in _READERS
         if reader.op == "call_function" and reader.target in (operator.add, torch.add, operator.mul, torch.mul):
             return True
         return reader.target in (operator.iadd, operator.imul) and reader.args[0] is not call
 
-    def _collect(self, node: fx.Node, following: dict[int, nn.Module]) -> bool:
+    def _collect_readers(self, node: fx.Node, following: dict[int, nn.Module]) -> bool:
         """Adds the layers that read the value of `node` to `following`; returns whether anything else reads it."""
         has_others = False
         for reader in node.users:
-            module = self._made.get(str(reader.target)) or self._module(reader)
+            module = self._new_modules.get(str(reader.target)) or self._module(reader)
             if id(module) in self._leaves and module is not None:
                 following[id(module)] = module
             elif isinstance(module, _DTYPE_KEEPERS) or reader.target in (torch.flatten, operator.getitem, "flatten"):
-                has_others |= self._collect(reader, following)
+                has_others |= self._collect_readers(reader, following)
             elif not isinstance(module, FusedNorm) or node not in reader.args[1:]:
                 has_others = True
         return has_others
 
     def _module(self, node: fx.Node) -> nn.Module | None:
         """Returns the module of the original model that the node calls, if any."""
-        return None if node.target in self._made else called(self._model, node)
+        return None if node.target in self._new_modules else called(self._model, node)
 
-    def _is_free(self, module: nn.Module | None) -> bool:
+    def _is_replaceable(self, module: nn.Module | None) -> bool:
         return module is not None and id(module) not in self._leaves and is_plain(module)
 
 

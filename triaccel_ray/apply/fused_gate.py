@@ -69,8 +69,10 @@ def gates_of(model: nn.Module, leaves: Collection[nn.Module]) -> list[nn.Module]
         nodes = traced.graph.nodes if isinstance(traced, Trace) else ()
         return any(node.op == "placeholder" and find_gate(node, functools.partial(called, module)) for node in nodes)
 
+    if not _has_batch_norm(model):
+        return []
     own = [module for module in model.modules() if not type(module).__module__.startswith("torch.")]
-    return [module for module in own if not _normalises(module) and is_gate(module)] if _normalises(model) else []
+    return [module for module in own if not _has_batch_norm(module) and is_gate(module)]
 
 
 def find_gate(
@@ -80,7 +82,8 @@ def find_gate(
 
     Returns None unless there is exactly one of each, or if x has other readers, which may write to it.
     """
-    means = {node: pool for node in x.users if (pool := _pool(node, x, module_of(node)))}
+    pools = {node: _pool(node, x, module_of(node)) for node in x.users}
+    means = {node: pool for node, pool in pools.items() if pool is not None}
     calls = [node for node in x.users if node.op in ("call_function", "call_method")]
     products = [node for node in calls if node.target in _PRODUCTS and len(node.args) == 2 and not node.kwargs]
     expanded = [node for node in calls if node.target == "expand_as" and node.args[1:] == (x,)]
@@ -90,7 +93,10 @@ def find_gate(
     factor = next((value for value in products[0].args if value is not x), None)
     if isinstance(factor, fx.Node) and factor in expanded:
         factor = factor.args[0]
-    return (*means.popitem(), products[0], factor) if isinstance(factor, fx.Node) else None
+    if not isinstance(factor, fx.Node):
+        return None
+    mean, pool = means.popitem()
+    return mean, pool, products[0], factor
 
 
 def _pool(node: fx.Node, x: fx.Node, module: nn.Module | None) -> Pool | None:
@@ -100,14 +106,16 @@ def _pool(node: fx.Node, x: fx.Node, module: nn.Module | None) -> Pool | None:
     if node.op == "call_module":
         is_mean = type(module) is nn.AdaptiveAvgPool2d and module.output_size in _OVER_PIXELS["output_size"]
         return Pool(module, keepdim=True) if module is not None and is_mean and is_plain(module) else None
-    names = _MEANS.get(node.target, ("",))
+    names = _MEANS.get(node.target)
+    if names is None:
+        return None
     given: dict[str, Any] = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
-    if given.get(names[0]) not in _OVER_PIXELS.get(names[0], ()) or not given.keys() <= set(names):
+    if given.get(names[0]) not in _OVER_PIXELS[names[0]] or not given.keys() <= set(names):
         return None
     is_pooling = "output_size" in given
     function = functools.partial(F.adaptive_avg_pool2d if is_pooling else torch.mean, **given)
     return Pool(function, keepdim=given.get("keepdim", is_pooling))
 
 
-def _normalises(model: nn.Module) -> bool:
+def _has_batch_norm(model: nn.Module) -> bool:
     return any(type(part) is nn.BatchNorm2d for part in model.modules())

@@ -15,7 +15,7 @@ from triaccel_ray.kernels.batch_norm_act.api import DTYPES
 from triaccel_ray.kernels.batch_norm_act.reference import Activation
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-_MINIMAL_CAPABILITY = (8, 0)
+_MIN_CAPABILITY = (8, 0)
 """Lowest compute capability that Triton compiles for."""
 
 
@@ -81,10 +81,8 @@ class FusedNorm(nn.Module):
         """Returns the output's dtype; None if the kernel does not apply to these arguments."""
         norm = self.norm
         needed = (norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.momentum)
-        is_called_plainly = is_plain(norm) and not (
-            isinstance(self.activate, nn.Module) and not is_plain(self.activate)
-        )
-        if not norm.training or not is_called_plainly or any(each is None for each in needed):
+        is_hooked = not is_plain(norm) or (isinstance(self.activate, nn.Module) and not is_plain(self.activate))
+        if not norm.training or is_hooked or any(each is None for each in needed):
             return None
         if not is_kernel_input(x) or x.numel() <= x.shape[1]:  # one value per channel has no variance
             return None
@@ -143,7 +141,7 @@ def is_kernel_input(value: Any) -> bool:
         and value.dim() == 4
         and value.dtype in DTYPES
         and not torch._C._are_functorch_transforms_active()  # private: kernels have no rules for `torch.func`
-        and torch.cuda.get_device_capability(value.device) >= _MINIMAL_CAPABILITY
+        and torch.cuda.get_device_capability(value.device) >= _MIN_CAPABILITY
     )
 
 

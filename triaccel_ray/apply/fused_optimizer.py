@@ -79,13 +79,12 @@ class FusedOptimizer:
         self._group_numbers = [number_of.get(id(p)) for p in watched]
         self._names = _STATE[type(optimizer)]
         device, sizes = watched[0].device, [p.numel() for p in watched]
-        self._parameters, self._companions, *self._states = (
-            TensorTable(len(sizes), device) for _ in range(2 + len(self._names))
-        )
-        self._kernel: SgdStep | AdamWStep
-        self._kernel = (SgdStep if type(optimizer) is torch.optim.SGD else AdamWStep)(sizes, device)
-        self._held: list[Tensor | None] = []
-        self._places: list[Any] = []
+        self._parameters, self._companions = TensorTable(len(sizes), device), TensorTable(len(sizes), device)
+        self._state_tables = [TensorTable(len(sizes), device) for _ in self._names]
+        is_sgd = type(optimizer) is torch.optim.SGD
+        self._kernel: SgdStep | AdamWStep = SgdStep(sizes, device) if is_sgd else AdamWStep(sizes, device)
+        self._known_state: list[Tensor | None] = []
+        self._known_places: list[Any] = []
         self.find_state()
 
     def set_companions(self, companions: Mapping[int, Tensor]) -> None:
@@ -95,7 +94,7 @@ class FusedOptimizer:
     def launch(self, gradients: Gradients, *, lr_factor: Tensor, loss_scale: Tensor, found_nonfinite: Tensor) -> None:
         """Updates parameters, state and companions; device work alone. All scalars are fp32."""
         scalars = {"lr_factor": lr_factor, "loss_scale": loss_scale, "found_nonfinite": found_nonfinite}
-        self._kernel.step(self._parameters, gradients.table, self._states, self._companions, **scalars)
+        self._kernel.step(self._parameters, gradients.table, self._state_tables, self._companions, **scalars)
         # Schedulers read this and warn if no step has been made before theirs.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # set by PyTorch's schedulers themselves
 
@@ -107,48 +106,48 @@ class FusedOptimizer:
     def set_hyperparameters(self, lr_scale: Mapping[str, float]) -> None:
         """Uploads learning rates, momenta and other hyperparameters to the device."""
 
-        def each(value: Callable[[dict[str, Any]], float]) -> list[float]:
+        def per_parameter(value: Callable[[dict[str, Any]], float]) -> list[float]:
             return [0.0 if group is None else float(value(group)) for group in self._groups()]
 
         scales = [lr_scale.get(layer, 1.0) for layer in self._layers]
-        lr = [rate * scale for rate, scale in zip(each(itemgetter("lr")), scales, strict=True)]
-        weight_decay = each(itemgetter("weight_decay"))
+        lr = [rate * scale for rate, scale in zip(per_parameter(itemgetter("lr")), scales, strict=True)]
+        weight_decay = per_parameter(itemgetter("weight_decay"))
         if isinstance(self._kernel, SgdStep):
-            nesterov = [bool(value) for value in each(itemgetter("nesterov"))]
-            momentum = each(itemgetter("momentum"))
+            nesterov = [bool(value) for value in per_parameter(itemgetter("nesterov"))]
+            momentum = per_parameter(itemgetter("momentum"))
             self._kernel.set(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
             return
         is_adamw = type(self._optimizer) is torch.optim.AdamW
+        decoupled = per_parameter(lambda group: is_adamw or group.get("decoupled_weight_decay", 0))
         self._kernel.set(
             lr=lr,
             weight_decay=weight_decay,
-            beta1=each(lambda group: group["betas"][0]),
-            beta2=each(lambda group: group["betas"][1]),
-            eps=each(itemgetter("eps")),
-            decoupled=[bool(value) for value in each(lambda group: is_adamw or group.get("decoupled_weight_decay", 0))],
+            beta1=per_parameter(lambda group: group["betas"][0]),
+            beta2=per_parameter(lambda group: group["betas"][1]),
+            eps=per_parameter(itemgetter("eps")),
+            decoupled=[bool(value) for value in decoupled],
         )
 
     def find_state(self) -> None:
         """Updates the kernels' tables if parameters or state have moved to new tensors, as a checkpoint moves them."""
-        number, state = len(self._watched), self._optimizer.state
-        is_own = [group is not None and p.requires_grad for p, group in self._pairs()]
-        places: list[Any] = [
-            (p.data_ptr(), p.dtype, id(p) in self._in_codes) if own else None
-            for p, own in zip(self._watched, is_own, strict=True)
-        ]
-        if places == self._places and all(a is b for a, b in zip(self._state(), self._held, strict=True)):
-            return
+        num_watched, state = len(self._watched), self._optimizer.state
+        own = [p if group is not None and p.requires_grad else None for p, group in self._pairs()]
+        places = [None if p is None else (p.data_ptr(), p.dtype, id(p) in self._in_codes) for p in own]
+        if places == self._known_places:
+            pairs = zip(self._state_tensors(), self._known_state, strict=True)
+            if all(tensor is known for tensor, known in pairs):
+                return
         for (p, group), name in itertools.product(self._pairs(), self._names):
             tensor = state[p].get(name) if p in state else None
             if tensor is not None:
-                state[p][name] = self._as_kept(tensor, p, name)
+                state[p][name] = self._converted(tensor, p, name)
             elif group is not None and p.requires_grad and (name != "momentum_buffer" or group["momentum"]):
                 state[p][name] = self._zeros(p, name)
         # Not `detach`: kernels on a GPU raise no version counters, so the reference must not either.
-        self._parameters.point_to([p.data if own else None for p, own in zip(self._watched, is_own, strict=True)])
-        self._held, self._places = self._state(), places
-        for index, table in enumerate(self._states):
-            table.point_to(self._held[index * number : (index + 1) * number])
+        self._parameters.point_to([None if p is None else p.data for p in own])
+        self._known_state, self._known_places = self._state_tensors(), places
+        for index, table in enumerate(self._state_tables):
+            table.point_to(self._known_state[index * num_watched : (index + 1) * num_watched])
 
     def _groups(self) -> list[dict[str, Any] | None]:
         """Returns for each parameter the optimizer's group that holds it; None if none does."""
@@ -158,7 +157,7 @@ class FusedOptimizer:
     def _pairs(self) -> list[tuple[nn.Parameter, dict[str, Any] | None]]:
         return list(zip(self._watched, self._groups(), strict=True))
 
-    def _state(self) -> list[Tensor | None]:
+    def _state_tensors(self) -> list[Tensor | None]:
         """Returns the optimizer's state tensors, ordered by name, then by parameter."""
         state = self._optimizer.state
         return [state[p].get(name) if p in state else None for name in self._names for p in self._watched]
@@ -170,7 +169,7 @@ class FusedOptimizer:
             return torch.zeros(num_bytes(parameter.numel()), dtype=torch.uint8, device=parameter.device)
         return torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
 
-    def _as_kept(self, tensor: Tensor, parameter: nn.Parameter, name: str) -> Tensor:
+    def _converted(self, tensor: Tensor, parameter: nn.Parameter, name: str) -> Tensor:
         """Converts state, such as a checkpoint's, for the kernels: to codes, or to FP32 laid out as its parameter."""
         number, signed = parameter.numel(), name != _UNSIGNED
         in_codes = name != "step" and id(parameter) in self._in_codes

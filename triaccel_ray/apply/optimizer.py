@@ -46,7 +46,7 @@ class LayerwiseOptimizer:
         weights are joined and state becomes FP32.
         """
         self.optimizer, self._release_memory, self._split_weights = optimizer, release_memory, split
-        self._survived: list[str] = []
+        self._out_of_memory_details: list[str] = []
         self._obstacle: str | None = None
         self._layer_of = {id(weight): layer.name for layer in layers for weight in layer.weights}
         self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
@@ -58,8 +58,9 @@ class LayerwiseOptimizer:
         self._fused: list[FusedOptimizer] = []
         """One per bucket; empty if the user's optimizer makes the steps."""
         if split is not None or buckets is not None or in_8_bits or is_supported(optimizer):
-            in_buckets = [[self.watched[index] for index in bucket] for bucket in buckets or [range(len(self.watched))]]
-            self._fused = [FusedOptimizer(optimizer, b, self._layer_of, in_8_bits=in_8_bits) for b in in_buckets]
+            for bucket in buckets or [range(len(self.watched))]:
+                parameters = [self.watched[index] for index in bucket]
+                self._fused.append(FusedOptimizer(optimizer, parameters, self._layer_of, in_8_bits=in_8_bits))
         else:
             _allocate_momentum(optimizer)
         self._num_parameters = len(self.parameters)
@@ -94,13 +95,15 @@ class LayerwiseOptimizer:
         """
         if self._fused:
             self._require_steppable()
-        new_factor, self._lr_factor, self._lr_scale = lr_factor != self._lr_factor, lr_factor, lr_scale
+        is_new_factor = lr_factor != self._lr_factor
+        self._lr_factor, self._lr_scale = lr_factor, lr_scale
         if not self._fused:
             return
-        if new_factor:
+        if is_new_factor:
             self._lr_factor_on_device.fill_(lr_factor)
         groups = self.optimizer.param_groups
-        rates = dict(lr_scale), [tuple(value for key, value in group.items() if key != "params") for group in groups]
+        options = [tuple(value for key, value in group.items() if key != "params") for group in groups]
+        rates = dict(lr_scale), options
         for fused in self._fused:
             if rates != self._last_rates:
                 fused.set_hyperparameters(lr_scale)
@@ -118,9 +121,9 @@ class LayerwiseOptimizer:
             )
         self._obstacle = obstacle_of(self.optimizer)
         if self._obstacle is not None:
-            self._give_way(self._obstacle)
+            self._fall_back(self._obstacle)
 
-    def _give_way(self, obstacle: str) -> None:
+    def _fall_back(self, obstacle: str) -> None:
         """Falls back to the user's optimizer for good; it holds the state already."""
         if self._has_buckets:
             raise ValueError(f"{obstacle}: undo that, or give step_in_backward=False")
@@ -134,12 +137,12 @@ class LayerwiseOptimizer:
         """Returns, once, why the kernel is no longer used, and the out-of-memory errors recovered from."""
         faults = [
             Fault.out_of_memory(detail, step=step, phase="optimizer", batch_size=batch_size)
-            for detail in self._survived
+            for detail in self._out_of_memory_details
         ]
         if self._obstacle is not None:
             fault = Fault(kind=FaultKind.CAPTURE_FAILED, step=step, phase="optimizer", detail=self._obstacle)
             faults.insert(0, fault)
-        self._survived, self._obstacle = [], None
+        self._out_of_memory_details, self._obstacle = [], None
         return faults
 
     def update(self, gradients: Gradients, *, divisor: Tensor | None, found_nonfinite: Tensor, bucket: int = 0) -> None:
@@ -150,9 +153,9 @@ class LayerwiseOptimizer:
         steps or the optimizer is fused, else after the host has read it.
         """
         if self._fused:
-            scale, factor = self._one if divisor is None else divisor, self._lr_factor_on_device
-            fused = self._fused[bucket]
-            fused.launch(gradients, lr_factor=factor, loss_scale=scale, found_nonfinite=found_nonfinite)
+            factor = self._lr_factor_on_device
+            scale = self._one if divisor is None else divisor
+            self._fused[bucket].launch(gradients, lr_factor=factor, loss_scale=scale, found_nonfinite=found_nonfinite)
             return
         for parameter, gradient in zip(gradients.parameters, gradients.tensors, strict=True):
             if gradient is not parameter.grad:
@@ -161,25 +164,26 @@ class LayerwiseOptimizer:
         own_gradients = [p.grad for p in self.parameters if p.grad is not None]
         if divisor is not None and own_gradients:
             torch._foreach_mul_(own_gradients, 1.0 / divisor)
-        split = [self._split(group) for group in own_groups]
-        self.optimizer.param_groups = [part for parts in split for part in parts]
+        split_groups = [self._split_by_rate(group) for group in own_groups]
+        self.optimizer.param_groups = [part for parts in split_groups for part in parts]
         try:
-            self._step_with_room(found_nonfinite)
+            self._step_with_retry(found_nonfinite)
         finally:
             self.optimizer.param_groups = own_groups
-            for group, parts in zip(own_groups, split, strict=True):
+            for group, parts in zip(own_groups, split_groups, strict=True):
                 for part in parts:  # some optimizers keep step counts or adapted factors there
                     group.update({name: value for name, value in part.items() if name not in ("params", "lr")})
 
-    def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+    def _split_by_rate(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns `group` as one group for each distinct learning rate."""
         by_scale: defaultdict[float, list[nn.Parameter]] = defaultdict(list)
         for parameter in group["params"]:
-            by_scale[self._lr_scale.get(self._layer_of.get(id(parameter), ""), 1.0)].append(parameter)
+            layer = self._layer_of.get(id(parameter), "")
+            by_scale[self._lr_scale.get(layer, 1.0)].append(parameter)
         lr = group["lr"] * self._lr_factor
         return [{**group, "params": parameters, "lr": lr * scale} for scale, parameters in by_scale.items()]
 
-    def _step_with_room(self, found_nonfinite: Tensor) -> None:
+    def _step_with_retry(self, found_nonfinite: Tensor) -> None:
         """Makes the step; retries it after an out-of-memory error if no parameter or state has been written yet."""
         # Fused implementations do not raise version counters: what they have written is unknown.
         is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
@@ -191,15 +195,15 @@ class LayerwiseOptimizer:
             is_untouched = all(before.get(key, 0) == version for key, version in self._versions().items())
             if not is_out_of_memory(error) or is_fused or not is_untouched:
                 raise
-            self._survived.append(first_line(error))
+            self._out_of_memory_details.append(first_line(error))
         # Outside the handler: the traceback no longer holds the attempt's tensors.
         self._release_memory()
         self._step(found_nonfinite)
 
     def _versions(self) -> dict[int, int]:
         """Returns the version counters of parameters and state tensors, by their ids."""
-        state = [value for of_one in self.optimizer.state.values() for value in of_one.values()]
-        return {id(t): t._version for t in (*self.parameters, *state) if isinstance(t, Tensor)}
+        state = [value for values in self.optimizer.state.values() for value in values.values()]
+        return {id(value): value._version for value in (*self.parameters, *state) if isinstance(value, Tensor)}
 
     def _step(self, found_nonfinite: Tensor) -> None:
         is_fused = self._skips_on_device and all(group.get("fused") for group in self.optimizer.param_groups)

@@ -56,10 +56,11 @@ def _emulated_precisions(device_type: str) -> Mapping[Precision, str]:
     On an AMD EPYC without instructions for FP16, a convolution in it took 77 times as long as in FP32.
     """
     if device_type == "cuda":
-        device, has = "GPU", {Precision.BF16: torch.cuda.is_bf16_supported(including_emulation=False)}
+        device, native = "GPU", {Precision.BF16: torch.cuda.is_bf16_supported(including_emulation=False)}
     else:
-        device, has = "CPU", _native_on_a_cpu(torch.ops.mkldnn if torch.backends.mkldnn.is_available() else None)
-    return {level: f"this {device} has no {level.name} instructions" for level, is_there in has.items() if not is_there}
+        onednn = torch.ops.mkldnn if torch.backends.mkldnn.is_available() else None
+        device, native = "CPU", _native_on_a_cpu(onednn)
+    return {level: f"this {device} has no {level.name} instructions" for level, has in native.items() if not has}
 
 
 def _native_on_a_cpu(onednn: Any) -> dict[Precision, bool]:
@@ -134,7 +135,7 @@ class LayerPrecision:
         if wanted == self._dtypes:
             return
         self._dtypes = wanted
-        self._put()
+        self._update_regions()
         self.weights.set(self._dtypes)
         for norm in self._norms:
             read_in = {self._dtypes[self._name_of[module]] for module in norm.following}
@@ -169,15 +170,16 @@ class LayerPrecision:
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Returns a context inside which the model computes in FP32 and uncompiled, whatever the plan."""
-        before, self._is_suspended = self._is_suspended, True
-        self._put()
+        before = self._is_suspended
+        self._is_suspended = True
+        self._update_regions()
         self.weights.join()
         try:
             with uncompiled():
                 yield
         finally:
             self._is_suspended = before
-            self._put()
+            self._update_regions()
 
     def remove(self) -> None:
         """Restores every module's original forward function."""
@@ -188,9 +190,9 @@ class LayerPrecision:
         self._wrapped.clear()
         self.weights.release()
         self._is_suspended = self.is_removed = True  # read by deep copies of the model, which stay wrapped
-        self._put()
+        self._update_regions()
 
-    def _put(self) -> None:
+    def _update_regions(self) -> None:
         for name, dtype in self._dtypes.items():
             self._regions[name].dtype = None if self._is_suspended else dtype
 

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -72,29 +71,29 @@ class Recomputation:
         self._scratch = {name: _scratch_of(module) for name, module in self.regions.items()}
         self._drawing: set[str] = set()
         self._overwriting: set[str] = set()
-        self._again = ""
+        self._last_recomputed = ""
         """Name of the region last recomputed in this pass; empty before the first."""
 
     def exclude_random(self, step: int) -> tuple[Fault, ...]:
         """Stops checkpointing regions that drew random numbers on a GPU; returns a fault naming them, if any."""
-        return self._keep(self._drawing, "captured steps (`capture`) cannot draw random numbers twice the same", step)
+        return self._skip(self._drawing, "captured steps (`capture`) cannot draw random numbers twice the same", step)
 
     def exclude_failed(self, error: BaseException, step: int) -> tuple[Fault, ...]:
         """Stops checkpointing regions that cannot be recomputed, if `error` stems from them; returns a fault, if so."""
         if isinstance(error, CheckpointError):
-            if self._again not in self.regions:  # raised by a checkpoint in the user's code
+            if self._last_recomputed not in self.regions:  # raised by a checkpoint in the user's code
                 return ()
-            kind = type(self.regions[self._again])
+            kind = type(self.regions[self._last_recomputed])
             differing = [name for name, region in self.regions.items() if type(region) is kind]
-            return self._keep(differing, "what changes state of its own, a cache say, cannot be computed again", step)
-        return self._keep(self._overwriting, "what writes into its input cannot be computed again", step)
+            return self._skip(differing, "what changes state of its own, a cache say, cannot be computed again", step)
+        return self._skip(self._overwriting, "what writes into its input cannot be computed again", step)
 
-    def _keep(self, kept: Collection[str], why: str, step: int) -> tuple[Fault, ...]:
-        found = [name for name in self.regions if name in kept]
-        if not found:
+    def _skip(self, names: Collection[str], why: str, step: int) -> tuple[Fault, ...]:
+        skipped = [name for name in self.regions if name in names]
+        if not skipped:
             return ()
-        self.regions = {name: module for name, module in self.regions.items() if name not in kept}
-        text = f"{why}: activations of {', '.join(found)} are kept"
+        self.regions = {name: module for name, module in self.regions.items() if name not in names}
+        text = f"{why}: activations of {', '.join(skipped)} are kept"
         return (Fault(kind=FaultKind.ACTIVATIONS_KEPT, step=step, phase="checkpoint", detail=text[:500]),)
 
     @contextlib.contextmanager
@@ -104,14 +103,14 @@ class Recomputation:
         The recomputation runs inside `surroundings` and under the autocast of the forward pass, because the backward
         pass may run in another thread.
         """
-        self._again = ""
-        called: Mapping[str, nn.Module] = self.regions
+        self._last_recomputed = ""
+        regions: Mapping[str, nn.Module] = self.regions
         with contextlib.ExitStack() as stack:
             if self.divided is not None:
-                called = self.divided.regions if model is self.divided.module else called
+                if model is self.divided.module:
+                    regions = {name: self.divided.regions[name] for name in self.regions}
                 stack.enter_context(self.divided.keeping_inputs_of(self.regions))
-            around = partial(self._checkpointed, surroundings)
-            stack.enter_context(wrapped_calls({name: called[name] for name in self.regions}, around))
+            stack.enter_context(wrapped_calls(regions, partial(self._checkpointed, surroundings)))
             yield
 
     def _checkpointed(self, surroundings: _Surroundings, name: str, call: Call, /, *args: Any, **kwargs: Any) -> Any:
@@ -119,21 +118,22 @@ class Recomputation:
             return call(*args, **kwargs)
         on_gpu = torch.cuda.is_initialized()
         is_captured = on_gpu and torch.cuda.is_current_stream_capturing()
-        before = random_states(cuda=on_gpu) if not is_captured else None
+        before = None if is_captured else random_states(cuda=on_gpu)
         frozen = map_tensors(lambda tensor: tensor, (args, kwargs))  # lists may have grown by the time it is recomputed
-        inputs, times = tensors_in(frozen), itertools.count()
+        inputs = tensors_in(frozen)
         versions = [tensor._version for tensor in inputs]
+        num_calls = itertools.count()
 
         def run(*tensors: Tensor) -> Any:
-            if next(times) == 0:
+            if next(num_calls) == 0:
                 return call(*args, **kwargs)
-            self._again = name
+            self._last_recomputed = name
             unpacked = iter(tensors)  # by autograd, which detects in-place writes to them
             positional, named = map_tensors(lambda _: next(unpacked), frozen)
             return call(*positional, **named)
 
         @contextlib.contextmanager
-        def again() -> Iterator[None]:
+        def recomputing() -> Iterator[None]:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(surroundings())
                 stack.enter_context(_statistics_kept(self._scratch[name]))
@@ -147,7 +147,7 @@ class Recomputation:
             *inputs,
             use_reentrant=False,
             preserve_rng_state=False,  # captured steps cannot, others do so above
-            context_fn=lambda: (contextlib.nullcontext(), again()),
+            context_fn=lambda: (contextlib.nullcontext(), recomputing()),
         )
         if before and before["cuda"] and not all(map(torch.equal, before["cuda"], torch.cuda.get_rng_state_all())):
             self._drawing.add(name)
@@ -181,23 +181,26 @@ def divide(model: nn.Module, fused: fx.GraphModule, names: Collection[str]) -> D
     A region spans the graph from its first module to the next module outside it. Spans are contiguous, so the result
     is the same wherever they begin. Regions that the graph calls in several spans are left out.
     """
-    nodes, region_of = list(fused.graph.nodes), _regions(model, fused, names)
-    times = Counter(name for name, _ in itertools.groupby(region_of))
-    region_of = [name if times[name] == 1 else "" for name in region_of]
-    stretches = itertools.groupby(zip(nodes, region_of, strict=True), key=itemgetter(1))
-    parts = [(name, [node for node, _ in group]) for name, group in stretches]
-    part_of = {node: part for part, (_, inside) in enumerate(parts) for node in inside}
-    parted = split_module(fused, fused, part_of.__getitem__, keep_original_order=True)
-    regions = {name: parted.get_submodule(f"submod_{part}") for part, (name, _) in enumerate(parts) if name}
-    spared = {
-        layer: frozenset(parts[part_of[each]][0] for each in (node, *node.all_input_nodes))
-        for node in nodes
-        if isinstance(layer := called(fused, node), RecomputedInput)
-    }
-    return Divided(module=parted, regions=regions, spared=spared)
+    nodes, regions = list(fused.graph.nodes), _regions_of_nodes(model, fused, names)
+    num_spans = Counter(name for name, _ in itertools.groupby(regions))
+    span_of: dict[fx.Node, int] = {}
+    span_names: list[str] = []
+    for node, region in zip(nodes, regions, strict=True):
+        name = region if num_spans[region] == 1 else ""
+        if not span_names or name != span_names[-1]:
+            span_names.append(name)
+        span_of[node] = len(span_names) - 1
+    divided = split_module(fused, fused, span_of.__getitem__, keep_original_order=True)
+    spared: dict[RecomputedInput, frozenset[str]] = {}
+    for node in nodes:
+        layer = called(fused, node)
+        if isinstance(layer, RecomputedInput):
+            spared[layer] = frozenset(span_names[span_of[each]] for each in (node, *node.all_input_nodes))
+    submodules = {name: divided.get_submodule(f"submod_{span}") for span, name in enumerate(span_names) if name}
+    return Divided(module=divided, regions=submodules, spared=spared)
 
 
-def _regions(model: nn.Module, fused: fx.GraphModule, names: Collection[str]) -> list[str]:
+def _regions_of_nodes(model: nn.Module, fused: fx.GraphModule, names: Collection[str]) -> list[str]:
     """Returns the name of the region that each node belongs to, empty outside all regions."""
     name_of = {id(module): name for name, module in model.named_modules()}
     found, current = [], ""

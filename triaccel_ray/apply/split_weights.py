@@ -17,7 +17,7 @@ from triaccel_ray.kernels.multi_tensor import have_equal_dense_strides, is_dense
 from triaccel_ray.kernels.split_words import join, split
 from triaccel_ray.model.layers import Layer
 
-_PIECE = 2**20
+_PIECE_ELEMENTS = 2**20
 """Elements that are split or joined at once: temporaries take about 16 bytes per element."""
 _ALIGNMENT = 8
 """The low words begin at a multiple of this many words: 16 bytes, which kernels read at once."""
@@ -41,12 +41,12 @@ class SplitWeights(Weights):
         self._weights = {name: [p for p in each if p.dim() >= 2 and p.requires_grad] for name, each in own.items()}
         self._words: dict[int, _Words] = {}
         self._dtypes: Mapping[str, torch.dtype] = {}
-        mine = {id(weight) for weights in self._weights.values() for weight in weights}
+        split_ids = {id(weight) for weights in self._weights.values() for weight in weights}
         self._hooks: list[RemovableHandle] = [
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.join())  # else loading would cast state to BF16
         ]
         for module in model.modules():
-            if any(id(p) in mine for p in module._parameters.values()):
+            if any(id(p) in split_ids for p in module._parameters.values()):
                 self._hooks.extend(_hooked(module, self._words))
 
     def set(self, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -98,9 +98,9 @@ class SplitWeights(Weights):
         return [w for name, dtype in self._dtypes.items() if dtype is torch.bfloat16 for w in self._weights[name]]
 
     def _update(self) -> None:
-        found = {key: words.low for key, words in self._words.items() if words.is_split}
-        if {key: id(low) for key, low in found.items()} != {key: id(low) for key, low in self.in_force.items()}:
-            self.in_force = found
+        lows = {key: words.low for key, words in self._words.items() if words.is_split}
+        if {key: id(low) for key, low in lows.items()} != {key: id(low) for key, low in self.in_force.items()}:
+            self.in_force = lows
 
 
 class _Words:
@@ -109,46 +109,46 @@ class _Words:
     def __init__(self, weight: nn.Parameter) -> None:
         """Allocates the memory; the weight moves there when it is first split."""
         number = weight.numel()
-        begin = -(-number // _ALIGNMENT) * _ALIGNMENT
-        memory = torch.empty(2 * begin, dtype=torch.int16, device=weight.device)
+        low_start = -(-number // _ALIGNMENT) * _ALIGNMENT
+        memory = torch.empty(2 * low_start, dtype=torch.int16, device=weight.device)
         self.weight, self._version = weight, weight._version
         self._flat = memory.view(torch.float32)[:number]
         self._numbers = self._flat.as_strided(weight.shape, weight.stride())
         self._flat_high = memory[:number].view(torch.bfloat16)
-        self._flat_low = memory[begin : begin + number]
+        self._flat_low = memory[low_start : low_start + number]
         self._high = self._flat_high.as_strided(weight.shape, weight.stride())
-        self.low = self._flat_low.as_strided(weight.shape, weight.stride(), begin)
+        self.low = self._flat_low.as_strided(weight.shape, weight.stride(), low_start)
         """The low words, int16, in the weight's memory layout."""
 
     @property
     def is_split(self) -> bool:
         """Whether the weight currently consists of the high words."""
-        return self._is_at_home and self.weight.dtype is torch.bfloat16
+        return self._is_in_own_memory and self.weight.dtype is torch.bfloat16
 
     @property
-    def _is_at_home(self) -> bool:
+    def _is_in_own_memory(self) -> bool:
         return self.weight.data_ptr() == self._flat.data_ptr()
 
     @torch.no_grad()
     def split(self) -> None:
         """Makes the weight its high words; picks up in-place writes if it is split already."""
         if self.is_split:
-            self._take_what_was_written()
+            self._detect_writes()
             return
-        if not self._is_at_home:
+        if not self._is_in_own_memory:
             self._numbers.copy_(self.weight)
         # Compute all words before writing any: they overwrite the FP32 numbers.
-        words = [split(piece) for piece in self._flat.split(_PIECE)]
+        words = [split(piece) for piece in self._flat.split(_PIECE_ELEMENTS)]
         torch.cat([high for high, _ in words], out=self._flat_high)
         torch.cat([low for _, low in words], out=self._flat_low)
-        self._show(self._high)
+        self._set_data(self._high)
 
     @torch.no_grad()
     def join(self) -> None:
         """Makes the weight FP32."""
         if self.is_split:
             self._flat.copy_(self._joined())
-            self._show(self._numbers)
+            self._set_data(self._numbers)
 
     @torch.no_grad()
     def joined(self) -> Tensor:
@@ -157,16 +157,16 @@ class _Words:
 
     def _joined(self) -> Tensor:
         """Returns the FP32 numbers in memory order, [number]."""
-        self._take_what_was_written()
-        pieces = zip(self._flat_high.split(_PIECE), self._flat_low.split(_PIECE), strict=True)
+        self._detect_writes()
+        pieces = zip(self._flat_high.split(_PIECE_ELEMENTS), self._flat_low.split(_PIECE_ELEMENTS), strict=True)
         return torch.cat([join(high, low) for high, low in pieces])
 
-    def _take_what_was_written(self) -> None:
+    def _detect_writes(self) -> None:
         if self.weight._version != self._version:
             self.low.zero_()  # they belong to the high words from before the write
             self._version = self.weight._version
 
-    def _show(self, values: Tensor) -> None:
+    def _set_data(self, values: Tensor) -> None:
         self.weight.grad = None  # it has the other dtype
         self.weight.data = values
         self._version = self.weight._version

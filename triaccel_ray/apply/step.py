@@ -67,7 +67,7 @@ class Step:
         self.model, self._loss, self.sampler, self.precision = model, loss, sampler, precision
         self.fusion, self.compilation, self.stepper = fusion, compilation, stepper
         self.recomputation = recomputation
-        self._is_users_compiled = is_compiled(model) and compilation is None
+        self._is_compiled_by_user = is_compiled(model) and compilation is None
         self._check_memory, self._release_memory = check_memory, release_memory
         self._is_exceeded_at_rest = is_exceeded_at_rest
         self.num_micro_batches = 1
@@ -76,12 +76,12 @@ class Step:
         """A short batch is not split further once its micro-batches hold at most this many samples."""
         self._is_budget_waived = False
         self._parameters = tuple(model.parameters())
-        self._with_buffers = tuple(module for module in model.modules() if module._buffers)
+        self._modules_with_buffers = tuple(module for module in model.modules() if module._buffers)
 
     @property
     def is_compiled(self) -> bool:
         """Whether passes run code from `torch.compile`, ours or the user's."""
-        return self.compilation is not None or self._is_users_compiled
+        return self.compilation is not None or self._is_compiled_by_user
 
     def set_num_micro_batches(self, num_micro_batches: int, min_micro_batch_size: int = 1) -> None:
         """Sets the number of micro-batches that each batch is split into from now on.
@@ -99,24 +99,27 @@ class Step:
         Raises:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
+        num_samples = len(indices)
+        planned = self.num_micro_batches, self.min_micro_batch_size
         obstacles: list[str] = []
-        mended: tuple[Fault, ...] = ()
-        retreat: tuple[Fault, ...] = ()  # of the last attempt only
-        restore = _snapshot(self._with_buffers, self.sampler.generator)
-        as_planned, num_samples = (self.num_micro_batches, self.min_micro_batch_size), len(indices)
+        feature_faults: tuple[Fault, ...] = ()
+        memory_faults: tuple[Fault, ...] = ()  # of the last attempt only
+        restore = _snapshot(self._modules_with_buffers, self.sampler.generator)
         while True:
             num_parts = self._num_parts(num_samples)
             self.zero_grad()
             try:
                 parts = self.batches(indices)
                 loss_sum = self.accumulate(parts, num_samples, loss_scale, obstacles if watch else None)
-                faults = (*mended, *retreat)
-                return StepOutcome(loss_sum=loss_sum, num_samples=num_samples, faults=faults, obstacles=(*obstacles,))
+                faults = feature_faults + memory_faults
+                return StepOutcome(
+                    loss_sum=loss_sum, num_samples=num_samples, faults=faults, obstacles=tuple(obstacles)
+                )
             except (RuntimeError, MemoryError) as error:
-                is_soft = isinstance(error, BudgetExceededError)
+                is_over_budget = isinstance(error, BudgetExceededError)
                 is_smallest = num_parts >= num_samples
-                mending = self._disable_failed_feature(error, step)
-                if not mending and (not is_out_of_memory(error) or (is_smallest and not is_soft)):
+                disabled = self._disable_failed_feature(error, step)
+                if not disabled and (not is_out_of_memory(error) or (is_smallest and not is_over_budget)):
                     raise
                 detail = first_line(error)
             # Outside the handler: the traceback no longer holds the attempt's tensors.
@@ -124,22 +127,23 @@ class Step:
             restore()
             self._release_memory()
             obstacles.clear()
-            mended += mending
-            if mending:
+            if disabled:
+                feature_faults += disabled
                 continue
-            if is_soft and (is_smallest or self._is_exceeded_at_rest()):
-                (self.num_micro_batches, self.min_micro_batch_size), self._is_budget_waived = as_planned, True
-                exceeded = FaultKind.BUDGET_EXCEEDED
-                retreat = (Fault(kind=exceeded, step=step, phase="forward_backward", detail=detail),)
+            if is_over_budget and (is_smallest or self._is_exceeded_at_rest()):
+                self.num_micro_batches, self.min_micro_batch_size = planned
+                self._is_budget_waived = True
+                kind = FaultKind.BUDGET_EXCEEDED
+                memory_faults = (Fault(kind=kind, step=step, phase="forward_backward", detail=detail),)
                 continue
             if num_parts >= min(self.num_micro_batches, num_samples):
                 self.num_micro_batches = min(2 * num_parts, num_samples)
             self.min_micro_batch_size = 1
-            passing = -(-num_samples // self.num_micro_batches)
+            size = -(-num_samples // self.num_micro_batches)
             fault = Fault.out_of_memory(
-                detail, step=step, phase="forward_backward", batch_size=num_samples, micro_batch_size=passing
+                detail, step=step, phase="forward_backward", batch_size=num_samples, micro_batch_size=size
             )
-            retreat = (fault,)
+            memory_faults = (fault,)
 
     def _disable_failed_feature(self, error: BaseException, step: int) -> tuple[Fault, ...]:
         """Turns off the optional feature (checkpointing or compilation) that raised `error`; returns faults, if any."""
@@ -166,21 +170,21 @@ class Step:
         Launches only device work, provided that model, loss and data source do so. If `obstacles` is a list, reasons
         why the pass cannot be captured in a CUDA graph are appended to it.
         """
-        loss_sum = torch.zeros((), dtype=torch.float64, device=loss_scale.device)
         device = loss_scale.device
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         num_passed = 0
         if self.stepper is not None:
             self.stepper.attempt()
         for count, inputs, targets in batches:
-            called = self._forward_of(inputs)
+            module = self._forward_of(inputs)
             with contextlib.ExitStack() as around:
                 if obstacles is not None:
                     around.enter_context(watched(obstacles, device))
                 around.enter_context(self._compiling())
                 if self.recomputation is not None:
-                    around.enter_context(self.recomputation.in_force(called, self._again))
+                    around.enter_context(self.recomputation.in_force(module, self._recomputing))
                 with self.precision.in_force():
-                    outputs = cast_floating(forward(called, inputs), torch.float32)
+                    outputs = cast_floating(forward(module, inputs), torch.float32)
                 with torch.autocast(device.type, enabled=False):
                     loss = self._loss(outputs, targets)
                 self._require_memory()
@@ -200,7 +204,7 @@ class Step:
         return contextlib.nullcontext() if self.compilation is None else self.compilation.in_force()
 
     @contextlib.contextmanager
-    def _again(self) -> Iterator[None]:
+    def _recomputing(self) -> Iterator[None]:
         """Returns a context for recomputation in the backward pass."""
         with self._compiling(), self.precision.promoting():
             yield
@@ -224,7 +228,8 @@ class Step:
 
     def batches(self, indices: Tensor) -> Iterator[tuple[int, Any, Any]]:
         """Yields the samples at `indices` as micro-batches: number of samples, inputs, targets."""
-        num_samples, num_parts = len(indices), self._num_parts(len(indices))
+        num_samples = len(indices)
+        num_parts = self._num_parts(num_samples)
         if num_samples // num_parts == 1 and num_samples > num_parts:
             num_parts = num_samples // 2  # for batch normalization, no sample stands alone beside larger parts
         for part in indices.tensor_split(num_parts):

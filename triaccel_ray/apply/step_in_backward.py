@@ -88,7 +88,9 @@ class StepInBackward:
         self._is_taking = self._is_last_part = self._sums_parts = False
         self._stepped: set[int] = set()
         self._taken: set[int] = set()
-        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._bucket_of if p.requires_grad]
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._bucket_of if p.requires_grad
+        ]
 
     def gradients(self) -> BucketedGradients:
         """Returns a new `BucketedGradients`, without gradients yet."""
@@ -108,7 +110,9 @@ class StepInBackward:
     @contextlib.contextmanager
     def taking(self, *, is_first: bool, is_last: bool) -> Iterator[None]:
         """Returns a context for the backward pass of a micro-batch; the last one completes the gradients."""
-        self._is_taking, self._is_last_part, self._sums_parts = True, is_last, not (is_first and is_last)
+        self._is_taking = True
+        self._is_last_part = is_last
+        self._sums_parts = not (is_first and is_last)
         try:
             yield
         finally:
@@ -118,14 +122,14 @@ class StepInBackward:
         """Hands over the remaining buckets, after the backward pass."""
         for index in range(len(self._buckets)):
             if index not in self._taken:
-                self._hand_over(index)
+                self._process_bucket(index)
 
     def remove(self) -> None:
         """Removes the gradient hooks."""
         for hook in self._hooks:
             hook.remove()
 
-    def _arrived(self, parameter: Tensor) -> None:
+    def _on_gradient(self, parameter: Tensor) -> None:
         if not self._is_taking:
             return
         if self._sums_parts:
@@ -140,9 +144,9 @@ class StepInBackward:
             )
         self._missing[index].discard(parameter)
         if not self._missing[index]:
-            self._hand_over(index)
+            self._process_bucket(index)
 
-    def _hand_over(self, index: int) -> None:
+    def _process_bucket(self, index: int) -> None:
         assert self._gradients is not None
         gradients = self._gradients.buckets[index]
         gradients.collect(self._weights.in_force, self._weights.sums)

@@ -107,7 +107,8 @@ class _Tracer(fx.Tracer):
 
     def __init__(self, leaves: Collection[nn.Module], opened: Collection[nn.Module]) -> None:
         super().__init__()
-        self._leaves, self._to_open = ({id(module) for module in modules} for modules in (leaves, opened))
+        self._leaves = {id(module) for module in leaves}
+        self._to_open = {id(module) for module in opened}
         self._surroundings = _surroundings()
         self.opened: list[nn.Module] = []
 
@@ -163,9 +164,7 @@ for _function in INPLACE_OPERATORS:
 
 def _surroundings() -> tuple[Any, ...]:
     """Returns the gradient, inference, autocast and saved-tensor hook settings, which graphs do not record."""
-    autocast = tuple(
-        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
-    )
+    autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
     saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, saved_tensor_hooks
 
@@ -185,7 +184,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         drew = randomness != random.getstate() or not torch.equal(torch_randomness, torch.get_rng_state())
         random.setstate(randomness)
         torch.set_rng_state(torch_randomness)
-        changes = [what for module, before in attributes.items() if (what := _restored(module, before))]
+        found = [_restore(module, before) for module, before in attributes.items()]
+        changes = [change for change in found if change]
     if drew:
         raise _UntraceableError("its forward pass draws random numbers outside of what it calls")
     if changes:
@@ -200,23 +200,22 @@ def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _restored(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> str:
+def _restore(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> str:
     """Restores the module's attributes; returns what the forward pass did to them, empty if nothing."""
-    now, kind, missing = module.__dict__, type(module).__name__, object()
-    assigned = [
-        name
-        for name in (*before, *(now.keys() - before))
-        if now.get(name, missing) is not before.get(name, (missing,))[0]
-    ]
+    now, kind = module.__dict__, type(module).__name__
+    names = [*before, *(now.keys() - before)]
+    assigned = [name for name in names if name not in before or name not in now or now[name] is not before[name][0]]
     changed = [name for name, (value, copy) in before.items() if copy is not None and _items(value) != _items(copy)]
     verb = "assigns" if assigned and assigned[0] in now else "deletes"
     if assigned or changed:
         now.clear()
         for name, (value, copy) in before.items():
             now[name] = value
-            if copy is not None:
+            if isinstance(value, list):
+                value[:] = copy
+            elif copy is not None:
                 value.clear()
-                value.extend(copy) if isinstance(value, list) else value.update(copy)
+                value.update(copy)
     if any(name.startswith("_tensor_constant") for name in assigned):  # torch.fx stores them so
         return "makes tensors of its own"
     if assigned:

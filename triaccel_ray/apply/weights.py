@@ -135,7 +135,8 @@ class ComputeCopies(Weights):
     @contextlib.contextmanager
     def _showing(self, module: nn.Module) -> Iterator[None]:
         """Replaces the parameters of `module` and its submodules by their copies, if they have any."""
-        saved = [(part, part._parameters) for part in (module.modules() if module._modules else (module,))]
+        parts = module.modules() if module._modules else [module]
+        saved = [(part, part._parameters) for part in parts]
         try:
             for part, own in saved:
                 shown: dict[str, Any] = {name: self.in_force.get(id(p), p) for name, p in own.items()}
@@ -148,7 +149,8 @@ class ComputeCopies(Weights):
     def _copy(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
         made = self._made.get((id(parameter), dtype))
         if made is None or not have_equal_dense_strides(made, parameter):
-            self.generation += made is not None
+            if made is not None:
+                self.generation += 1
             made = self._made[id(parameter), dtype] = torch.empty_like(parameter, dtype=dtype, requires_grad=True)
         return made
 
@@ -163,14 +165,13 @@ def parameters_of_one(layers: Sequence[Layer], updated: Iterable[nn.Parameter]) 
 
     Excludes those of norms, and weights that an embedding looks up: autocast leaves embeddings in FP32.
     """
-    parts = {layer.name: [part for module in layer.modules for part in module.modules()] for layer in layers}
-    looked_up = {
-        id(part.weight) for each in parts.values() for part in each if isinstance(part, nn.Embedding | nn.EmbeddingBag)
-    }
-    found = {
-        name: list(dict.fromkeys(p for part in each if not isinstance(part, NORMS) for p in part.parameters(False)))
-        for name, each in parts.items()
-    }
+    found: dict[str, list[nn.Parameter]] = {}
+    looked_up: set[int] = set()
+    for layer in layers:
+        parts = [part for module in layer.modules for part in module.modules()]
+        own = [p for part in parts if not isinstance(part, NORMS) for p in part.parameters(recurse=False)]
+        found[layer.name] = list(dict.fromkeys(own))
+        looked_up.update(id(part.weight) for part in parts if isinstance(part, nn.Embedding | nn.EmbeddingBag))
     owners = Counter(id(p) for own in found.values() for p in own)
     fit = {id(p) for p in updated if owners[id(p)] == 1 and p.dtype is torch.float32} - looked_up
     return {name: [p for p in own if id(p) in fit] for name, own in found.items()}

@@ -34,7 +34,7 @@ class ScheduledCurvature:
             pool=training.pool,
             capture=training.steps.enabled,
         )
-        self._samples = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(seed)
         self._reported: set[str] = set()
         # No share if the batch may be waiting for the noise scale, nor on a CPU, where equal runs must do equal work.
         needs_noise = config.batch.bound_by_noise_scale or config.batch.lr_rule == "adascale"
@@ -54,14 +54,14 @@ class ScheduledCurvature:
         with self._share.timed(counts=False), self._training.suspended():
             self.meter.dry_run(*self._samples_at(indices))
         self._training.memory.trim()
-        self._report(0)
+        self._report(step=0)
 
     def measure(self, step: int) -> None:
         """Measures the largest eigenvalues of every layer, or records why it does not."""
         self._sensors.timer.interrupt()
         if self.meter.off_because or self._waits(step):
             return
-        indices = self._sampler.source.probe(self._config.num_samples, self._samples)
+        indices = self._sampler.source.probe(self._config.num_samples, self._generator)
         if self._training.pool.holds_graphs and self.meter.needs_room:
             self._training.pool.release()  # or the process would hold memory for a step and a measurement at once
         batch = None
@@ -101,17 +101,17 @@ class ScheduledCurvature:
         seconds = self._share.seconds_to_wait
         if seconds:
             text = f"measuring would exceed its share of the time for another {seconds:.3g} s"
-            self._record(FaultKind.CURVATURE_WAITS, text, step, once=FaultKind.CURVATURE_WAITS)
+            self._record(FaultKind.CURVATURE_WAITS, text, step, key=FaultKind.CURVATURE_WAITS)
         return seconds > 0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state that lets a resumed run measure the same."""
-        return {"meter": self.meter.state_dict(), "samples": self._samples.get_state()}
+        return {"meter": self.meter.state_dict(), "samples": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned."""
         self.meter.load_state_dict(state["meter"])
-        self._samples.set_state(state["samples"])
+        self._generator.set_state(state["samples"])
 
     def _samples_at(self, indices: torch.Tensor) -> tuple[Any, Any]:
         return self._sampler.source.batch(self._sampler.placed(indices), None)
@@ -127,9 +127,11 @@ class ScheduledCurvature:
         if self.meter.stays_eager:
             self._record(FaultKind.CAPTURE_FAILED, self.meter.not_captured_because, step)
 
-    def _record(self, kind: FaultKind, detail: str, step: int, *, once: str = "") -> None:
-        if (once or detail) not in self._reported:
-            self._reported.add(once or detail)
+    def _record(self, kind: FaultKind, detail: str, step: int, *, key: str = "") -> None:
+        """Records a fault, unless one of the same `key`, by default its detail, has been recorded."""
+        key = key or detail
+        if key not in self._reported:
+            self._reported.add(key)
             self._sensors.record_faults([Fault(kind=kind, step=step, phase="curvature", detail=detail)])
 
     def _step_bytes(self) -> int | None:
@@ -141,5 +143,5 @@ class ScheduledCurvature:
 
     def _device_generator(self) -> torch.Generator:
         """Returns a generator on the device, seeded from the saved one so that a resumed run draws the same."""
-        seed = torch.randint(2**31, (), generator=self._samples).item()
+        seed = torch.randint(2**31, (), generator=self._generator).item()
         return torch.Generator(device=self._device).manual_seed(int(seed))

@@ -105,7 +105,8 @@ class SampleSchedule:
             ValueError: one of the two runs has a scheduler, the other has none.
         """
         if (state["scheduler"] is None) != (self._scheduler is None):
-            had, has = ("none" if which is None else "a scheduler" for which in (state["scheduler"], self._scheduler))
+            had = "none" if state["scheduler"] is None else "a scheduler"
+            has = "none" if self._scheduler is None else "a scheduler"
             raise ValueError(f"schedule: the checkpoint's run has {had}, this one {has}: give the loop the same")
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state["scheduler"])
@@ -145,7 +146,9 @@ class EpochProgress:
     @property
     def seconds(self) -> float:
         """Seconds so far, including those before a checkpoint; waits for the device."""
-        return self._carried_seconds + (0.0 if math.isnan(self._started) else self._now() - self._started)
+        if math.isnan(self._started):
+            return self._carried_seconds
+        return self._carried_seconds + (self._now() - self._started)
 
     def begin(self) -> None:
         """Resets loss and number of steps for a new epoch; leaves the clock alone."""

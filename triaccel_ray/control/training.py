@@ -71,13 +71,13 @@ class TrainingUpdate:
         active = self._precision.needs_loss_scale
         self._divisor = self._divisor_of(self._loss_scale.factor(active), active, lambda: self._moments.last_norm)
 
-    def take(self, bucket: int, gradients: Gradients, steps: bool) -> None:
-        """Processes a bucket's gradients, which may be freed afterwards; with `steps`, updates its parameters.
+    def take(self, bucket: int, gradients: Gradients, do_step: bool) -> None:
+        """Processes a bucket's gradients, which may be freed afterwards; with `do_step`, updates its parameters.
 
         If a gradient is not finite, this bucket and all later ones are not updated. Earlier ones already are.
         """
         found = self._moments.stats.reduce(gradients.table, bucket)
-        if steps:
+        if do_step:
             self._optimizer.update(gradients, divisor=self._divisor, found_nonfinite=found, bucket=bucket)
 
     def run(self, loss_sum: Tensor, num_samples: int, gradients: Gradients | BucketedGradients) -> None:
@@ -134,24 +134,24 @@ class Training:
         require_trainable(model, optimizer, self.layers)
         self.device = next(model.parameters()).device
         to_channels_last(model)
-        splits = self._asks_for("weights", "fp32", optimizer)
-        in_buckets = self._asks_for("step_in_backward", False, optimizer)
-        in_8_bits = self._asks_for("optimizer_state", "fp32", optimizer)
-        self._split = SplitWeights(model, self.layers, optimizer) if splits else None
-        buckets = buckets_of(model, watched_parameters(optimizer, self.layers)) if in_buckets else None
+        splits_weights = self._is_requested("weights", optimizer, default="fp32")
+        steps_in_backward = self._is_requested("step_in_backward", optimizer, default=False)
+        in_8_bits = self._is_requested("optimizer_state", optimizer, default="fp32")
+        self._split_weights = SplitWeights(model, self.layers, optimizer) if splits_weights else None
+        buckets = buckets_of(model, watched_parameters(optimizer, self.layers)) if steps_in_backward else None
         self.memory, self.pool = memory_meter(self.device, *memory), GraphPool(self.device)
         self.optimizer = LayerwiseOptimizer(
             optimizer,
             self.layers,
             release_memory=self.make_room,
-            split=self._split,
+            split=self._split_weights,
             buckets=buckets,
             in_8_bits=in_8_bits,
         )
         source = delivered(as_source(data), self.device, config.execution.data_on)
         # On a stream that the steps use again: another one would keep its own workspaces.
         stream = PooledStream(self.device).current() if self.device.type == "cuda" else contextlib.nullcontext()
-        with stream, watching_forward(model) as waits:
+        with stream, watching_forward(model) as host_waits:
             require_working(model, loss, source)
         self.sampler = Sampler(source, seed=seed, device=self.device)
         self.loss_scale = LossScale(config.loss_scale, self.device)
@@ -162,9 +162,9 @@ class Training:
         self.faults: list[Fault] = []
         """Faults found while building the steps: how they are compiled, slower fallbacks, layers left unadapted."""
         self._stepper: StepInBackward | None = None
-        self.steps = self._build_steps(waits, buckets)
-        useless = precisions_without_benefit(self.device.type, is_compiled=self.steps.step.is_compiled)
-        withheld = {} if config.precision.allow_slow_precisions else useless
+        self.steps = self._build_steps(host_waits, buckets)
+        without_benefit = precisions_without_benefit(self.device.type, is_compiled=self.steps.step.is_compiled)
+        withheld = {} if config.precision.allow_slow_precisions else without_benefit
         self.supported = [(layer.name, supported_precisions(layer, without=withheld)) for layer in self.layers]
         """Each layer's name, and the precisions it may compute in."""
         self._note_limitations(withheld)
@@ -199,28 +199,29 @@ class Training:
             if self.steps.step.compilation is not None:
                 stack.callback(self.steps.step.compilation.remove)
 
-    def _build_steps(self, waits: Sequence[str], buckets: Sequence[Sequence[int]] | None) -> StepCache:
-        """Returns the step cache; `waits` says why the host waits for the device in the model's forward pass.
+    def _build_steps(self, host_waits: Sequence[str], buckets: Sequence[Sequence[int]] | None) -> StepCache:
+        """Returns the step cache; `host_waits` says why the host waits for the device in the model's forward pass.
 
         On a GPU, the norms of a BatchNorm network are fused. A model without them, or not traceable, is compiled.
         """
-        execution, on_gpu = self._config.execution, self.device.type == "cuda"
+        execution = self._config.execution
+        on_gpu = self.device.type == "cuda"
         fusion = self._fuse() if on_gpu and execution.compile != "on" and execution.fuse else None
         compiles = execution.compile == "on" or (execution.compile == "auto" and on_gpu and fusion is None)
-        needs_copies = on_gpu and not compiles and self._split is None and buckets is None
-        weights = ComputeCopies(self.layers, self.optimizer.parameters) if needs_copies else self._split or Weights()
+        needs_copies = on_gpu and not compiles and self._split_weights is None and buckets is None
+        weights = self._split_weights or Weights()
+        if needs_copies:
+            weights = ComputeCopies(self.layers, self.optimizer.parameters)
         norms = () if fusion is None else fusion.norms
-        precision = LayerPrecision(
-            self.model, self.layers, weights=weights, norms=norms, own_kernels=self._config.execution.fuse
-        )
+        precision = LayerPrecision(self.model, self.layers, weights=weights, norms=norms, own_kernels=execution.fuse)
         update = TrainingUpdate(
             precision, self.moments, self.optimizer, self.loss_scale, self.loss_sums, self._config.clip_norm
         )
         watched = self.optimizer.watched
         if buckets is not None:
-            in_buckets = [[watched[index] for index in bucket] for bucket in buckets]
-            self._stepper = StepInBackward(in_buckets, weights, update.begin, update.take)
-        compilation = self._compile(waits) if compiles else None
+            parameters = [[watched[index] for index in bucket] for bucket in buckets]
+            self._stepper = StepInBackward(parameters, weights, update.begin, update.take)
+        compilation = self._compile(host_waits) if compiles else None
         step = Step(
             self.model,
             self.loss,
@@ -234,10 +235,10 @@ class Training:
             stepper=self._stepper,
             recomputation=self._recomputation(fusion, compilation) if execution.activation_checkpointing else None,
         )
-        gradients_of = partial(Gradients, watched) if self._stepper is None else self._stepper.gradients
-        return StepCache(step, update, gradients_of, self.pool, execution)
+        new_gradients = partial(Gradients, watched) if self._stepper is None else self._stepper.gradients
+        return StepCache(step, update, new_gradients, self.pool, execution)
 
-    def _asks_for(self, name: str, default: str | bool, optimizer: torch.optim.Optimizer) -> bool:
+    def _is_requested(self, name: str, optimizer: torch.optim.Optimizer, *, default: str | bool) -> bool:
         """Returns whether a setting differs from `default`; if so, the kernels must support the optimizer.
 
         Raises:
@@ -254,22 +255,29 @@ class Training:
         require(has_kernel(optimizer), name, value, rule)
         return True
 
-    def _compile(self, waits: Sequence[str]) -> Compilation | None:
+    def _compile(self, host_waits: Sequence[str]) -> Compilation | None:
         """Returns the compilation of the model, or None if the user has compiled it; notes how and why."""
         if is_compiled(self.model):
             self._note(FaultKind.COMPILED, "compile", "the model is compiled already: it stays as it is")
             return None
-        whole = self._config.execution.compile == "on"
-        checkpoints = self._config.execution.activation_checkpointing
-        blocks = () if whole else repeated_blocks(self.model)
-        why = "its blocks repeat" if blocks else "as asked" if whole else "no block of it repeats"
-        if checkpoints and not (whole or blocks) and (regions := find_regions(self.model)):
-            blocks, why = tuple(regions.values()), "their activations are checkpointed"
-        if blocks and waits and not checkpoints:
-            blocks, why = (), f"between its blocks {waits[0]}"
+        blocks, reason = self._blocks_to_compile(host_waits)
         compilation = Compilation(self.model, blocks, batch_varies=self._config.batch.enabled)
-        self._note(FaultKind.COMPILED, "compile", f"{compilation}: {why}")
+        self._note(FaultKind.COMPILED, "compile", f"{compilation}: {reason}")
         return compilation
+
+    def _blocks_to_compile(self, host_waits: Sequence[str]) -> tuple[tuple[nn.Module, ...], str]:
+        """Returns the blocks to compile one by one, empty to compile the whole model, and the reason."""
+        if self._config.execution.compile == "on":
+            return (), "as asked"
+        checkpoints = self._config.execution.activation_checkpointing
+        blocks = repeated_blocks(self.model)
+        if blocks and host_waits and not checkpoints:
+            return (), f"between its blocks {host_waits[0]}"
+        if blocks:
+            return blocks, "its blocks repeat"
+        if checkpoints and (regions := find_regions(self.model)):
+            return tuple(regions.values()), "their activations are checkpointed"
+        return (), "no block of it repeats"
 
     def _recomputation(self, fusion: Fusion | None, compilation: Compilation | None) -> Recomputation | None:
         """Returns activation checkpointing of compiled blocks or model regions; None, with a note, if there is none."""
@@ -308,7 +316,8 @@ class Training:
         if reason := self.sampler.source.unpinned_because:
             self._note(FaultKind.DATA_NOT_PINNED, "data", reason)
         precision = self._config.precision
-        wanted = {*(Precision if precision.enabled else [precision.initial]), *precision.initial_layers.values()}
+        wanted = set(precision.initial_layers.values())
+        wanted.update(Precision if precision.enabled else [precision.initial])
         for level, reason in withheld.items():
             if level in wanted:
                 self._note(FaultKind.PRECISION_REFUSED, "precision", f"{reason}: it is not offered")

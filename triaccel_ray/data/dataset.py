@@ -114,7 +114,8 @@ class DatasetSource(DataSource):
         They come out the same, because random transforms are seeded by pass and sample.
         """
         indices = indices.cpu()
-        order = next((each for each in (self._order, self._following) if each and each.continues_with(indices)), None)
+        announced = [order for order in (self._order, self._following) if order is not None]
+        order = next((each for each in announced if each.continues_with(indices)), None)
         if order is None:
             return inputs_and_targets(self._read_in_process(indices))
         if order is self._following:
@@ -152,7 +153,7 @@ class DatasetSource(DataSource):
         copied = self._prefetched
         self._prefetched = None
         if copied is None or copied.size != size:
-            copied = self._copy(order, size, workers)
+            copied = self._start_copy(order, size, workers)
         workers.drop(size)
         order.cursor += size
         if copied.done is not None:
@@ -164,10 +165,10 @@ class DatasetSource(DataSource):
             if order.num_left:
                 # A batch that does not fit beside the current one is copied when it is requested.
                 with suppress(torch.OutOfMemoryError):
-                    self._prefetched = self._copy(order, next_batch_size(order.num_left, size), workers)
+                    self._prefetched = self._start_copy(order, next_batch_size(order.num_left, size), workers)
         return copied.batch
 
-    def _copy(self, order: EpochOrder, size: int, workers: Workers) -> _Copied:
+    def _start_copy(self, order: EpochOrder, size: int, workers: Workers) -> _Copied:
         parts = workers.peek(order, size)
         if self._copy_stream is None:
             return _Copied(joined(parts, self._device), size, done=None)

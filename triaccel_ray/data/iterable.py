@@ -18,6 +18,8 @@ from triaccel_ray.data.prefetch import item_loader, iterate
 
 NUM_KEPT = 128
 """Samples of the first pass that are kept for measurements."""
+_END: Any = object()
+"""What an exhausted iterator returns in place of a sample."""
 
 
 class IterableSource(DataSource):
@@ -47,19 +49,21 @@ class IterableSource(DataSource):
             raise TypeError(f"num_workers = {num_workers} for {name}: must be 0; derive it from IterableDataset")
         self._dataset: Any = dataset
         self._num_workers, self._collate, self._name = num_workers, collate_fn, name
-        self._is_resumable = not num_workers and all(hasattr(dataset, f"{do}state_dict") for do in ("", "load_"))
+        has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        self._is_resumable = has_state and not num_workers
         self._first_state = self._state() if self._is_resumable else None
         self._reset_on(torch.device("cpu"))
 
     def _reset_on(self, device: torch.device) -> None:
         self._device, self._seed = device, 0
         self._pass: tuple[int, int] | None = None
+        """Epoch and seed of the current pass."""
         self._iterator: Iterator[Any] = iter(())
         self._is_exhausted = True
-        self._kept: list[Any] = []
-        self._held: deque[Any] = deque()
+        self._probed: list[Any] = []
+        self._buffer: deque[Any] = deque()
         self._start = 0
-        """Position in the pass of the first sample that is held."""
+        """Position in the pass of the first sample in the buffer."""
         self._states: deque[tuple[int, Any]] = deque()
         """Positions of samples, and the data set's states before them; None for its beginning."""
 
@@ -82,7 +86,7 @@ class IterableSource(DataSource):
     def set_epoch(self, epoch: int) -> None:
         """Begins the pass of this epoch, unless it is under way."""
         if self._pass != (epoch, self._seed):
-            self._begin(epoch, 0, None)
+            self._begin(epoch, start=0, state=None)
 
     def reach(self, cursor: int, wanted: int) -> int:
         """Returns how many samples this pass has from position `cursor` on, at most `wanted`.
@@ -93,43 +97,49 @@ class IterableSource(DataSource):
         if self._pass is None:
             self.set_epoch(0)
         assert self._pass is not None
-        end = self._start + len(self._held)
-        if end < cursor + wanted:
-            if self._is_resumable and end > self._states[-1][0]:
-                self._states.append((end, self._state()))
-            with preserved_random_states(cuda=False):  # dropout draws from the same generators
-                for number in range(end, cursor + wanted):
-                    seed_generators(self._pass[1], number)
-                    sample = next(self._iterator, self)
-                    if sample is self:
-                        self._is_exhausted = True
-                        break
-                    self._held.append(sample)
-        while self._held and self._start < cursor:
-            self._held.popleft()
+        epoch, seed = self._pass
+        self._read_until(cursor + wanted, seed)
+        while self._buffer and self._start < cursor:
+            self._buffer.popleft()
             self._start += 1
         while len(self._states) > 1 and self._states[1][0] <= cursor:
             self._states.popleft()
-        if not self._held and self._start == 0:
+        if not self._buffer and self._start == 0:
             raise ValueError(
-                f"{self._name} gave no sample in epoch {self._pass[0]}: must give all of them in each; its __iter__ "
+                f"{self._name} gave no sample in epoch {epoch}: must give all of them in each; its __iter__ "
                 "has to begin anew whenever it is called"
             )
-        return min(wanted, len(self._held))
+        return min(wanted, len(self._buffer))
+
+    def _read_until(self, end: int, seed: int) -> None:
+        """Fills the buffer up to position `end` of the pass, or until the data set is exhausted."""
+        position = self._start + len(self._buffer)
+        if position >= end:
+            return
+        if self._is_resumable and position > self._states[-1][0]:
+            self._states.append((position, self._state()))
+        with preserved_random_states(cuda=False):  # dropout draws from the same generators
+            for index in range(position, end):
+                seed_generators(seed, index)
+                sample = next(self._iterator, _END)
+                if sample is _END:
+                    self._is_exhausted = True
+                    return
+                self._buffer.append(sample)
 
     def probe(self, num_samples: int, generator: torch.Generator | None = None) -> Tensor:
         """Returns indices of samples kept from the first pass, always the same: -1, -2, and so on."""
-        if not self._kept:
+        if not self._probed:
             self.set_epoch(0)
-        return -1 - torch.arange(min(num_samples, len(self._kept)))
+        return -1 - torch.arange(min(num_samples, len(self._probed)))
 
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Any, Any]:
         """Returns the collated samples at `indices`, which `reach` or `probe` must have made available."""
-        numbers = indices.tolist()
-        samples = [self._kept[-1 - number] if number < 0 else self._held[number - self._start] for number in numbers]
+        positions = indices.tolist()
+        samples = [self._probed[-1 - each] if each < 0 else self._buffer[each - self._start] for each in positions]
         if self._collate is None:
-            for number, sample in zip(numbers, samples, strict=True):
-                require_pair(sample, f"item {number} of {self._name}")
+            for position, sample in zip(positions, samples, strict=True):
+                require_pair(sample, f"item {position} of {self._name}")
         batch = default_collate(samples) if self._collate is None else self._collate(samples)
         return inputs_and_targets(moved(batch, self._device))
 
@@ -142,7 +152,8 @@ class IterableSource(DataSource):
         if cursor == 0:
             return None
         if self._is_resumable:
-            return [*[state for state in self._states if state[0] <= cursor][-1]]
+            passed = [saved for saved in self._states if saved[0] <= cursor]
+            return list(passed[-1])
         reason = f"is read by {self._num_workers} processes" if self._num_workers else "has no state_dict"
         raise ValueError(
             f"{self._name} {reason}: a position within an epoch cannot be saved, here after {cursor} samples; save "
@@ -163,7 +174,8 @@ class IterableSource(DataSource):
                 f"{self._name} has no load_state_dict, or is read by processes of its own: cannot go on after {cursor} "
                 "samples of an epoch; give it one, and num_workers=0"
             )
-        self._begin(epoch, state[0], state[1])
+        start, dataset_state = state
+        self._begin(epoch, start=start, state=dataset_state)
         if self.reach(cursor, 1) == 0:
             raise ValueError(
                 f"{self._name} has no sample after {cursor} in epoch {epoch}, where the checkpoint had some"
@@ -171,20 +183,20 @@ class IterableSource(DataSource):
 
     def to(self, device: torch.device) -> Self:
         """Returns the same data set, from its beginning, with batches delivered on `device`."""
-        moved = copy.copy(self)
-        moved._reset_on(device)
-        return moved
+        same = copy.copy(self)
+        same._reset_on(device)
+        return same
 
     def close(self) -> None:
         """Ends the current pass and its worker processes."""
         self._iterator, self._pass, self._start = iter(()), None, 0
-        self._held.clear()
+        self._buffer.clear()
         self._states.clear()
 
     def _state(self) -> Any:
         return copy.deepcopy(self._dataset.state_dict())
 
-    def _begin(self, epoch: int, start: int, state: Any) -> None:
+    def _begin(self, epoch: int, *, start: int, state: Any) -> None:
         """Begins a pass at position `start`, where the data set has `state`; None at its beginning."""
         if state is None and not self._is_exhausted:
             state = self._first_state  # else some would continue where they stopped
@@ -197,9 +209,9 @@ class IterableSource(DataSource):
         if state is not None:
             self._dataset.load_state_dict(state)
         self._iterator = self._new_iterator()
-        if not self._kept:
+        if not self._probed:
             self.reach(start, NUM_KEPT)
-            self._kept = [*self._held]
+            self._probed = list(self._buffer)
 
     def _new_iterator(self) -> Iterator[Any]:
         if not self._num_workers:

@@ -77,28 +77,30 @@ class Workers:
             self._loader = self._new_loader()
         self._iterator = iterate(self._loader)
 
-    def peek(self, order: EpochOrder, num: int) -> list[Any]:
-        """Returns the order's next `num` samples in one or more parts; they stay until `drop`."""
-        if self._chunks.order is not order or (self._has_collate and self._next_size() != num):
-            self._chunks.batch_size = num if self._has_collate else None
+    def peek(self, order: EpochOrder, num_samples: int) -> list[Any]:
+        """Returns the order's next `num_samples` samples in one or more parts; they stay until `drop`."""
+        if self._chunks.order is not order or (self._has_collate and self._next_size() != num_samples):
+            self._chunks.batch_size = num_samples if self._has_collate else None
             self.start(order)
-        while sum(size for size, _ in self._parts) < num:
-            self._pull()
+        while sum(size for size, _ in self._parts) < num_samples:
+            self._take_chunk()
         parts = []
+        num_left = num_samples
         for size, batch in self._parts:
-            parts.append(batch if size <= num else _cut(batch, 0, num))
-            num -= size
-            if num <= 0:
+            parts.append(batch if size <= num_left else _cut(batch, 0, num_left))
+            num_left -= size
+            if num_left <= 0:
                 break
         return parts
 
-    def drop(self, num: int) -> None:
-        """Removes the next `num` samples, which `peek` has returned, from the buffer."""
-        while num:
+    def drop(self, num_samples: int) -> None:
+        """Removes the next `num_samples` samples, which `peek` has returned, from the buffer."""
+        num_left = num_samples
+        while num_left:
             size, batch = self._parts.popleft()
-            if size > num:
-                self._parts.appendleft((size - num, _cut(batch, num, size)))
-            num -= min(num, size)
+            if size > num_left:
+                self._parts.appendleft((size - num_left, _cut(batch, num_left, size)))
+            num_left -= min(num_left, size)
 
     def close(self) -> None:
         """Ends the processes: DataLoader's iterator does so when the last reference to it is gone."""
@@ -109,10 +111,10 @@ class Workers:
     def _next_size(self) -> int:
         """Returns the size of the next chunk."""
         if not self._parts:
-            self._pull()
+            self._take_chunk()
         return self._parts[0][0]
 
-    def _pull(self) -> None:
+    def _take_chunk(self) -> None:
         """Adds the next chunk to the buffer."""
         try:
             self._parts.append(next(self._iterator))
@@ -150,13 +152,14 @@ class ChunkSampler:
         order, start = self.order, self.order.cursor
         # With few chunks, processes would idle at the end of an order.
         largest = max(len(order.indices) // (4 * self._num_workers), CHUNK_SIZES.start)
-        size = self.batch_size  # of the first chunk; later ones follow `next_batch_size`
+        batch_size = self.batch_size  # of the first chunk; later ones follow `next_batch_size`
         while start < len(order.indices):
-            indices = order.indices[start : start + (size or min(self._size, largest))]
+            size = batch_size or min(self._size, largest)
+            indices = order.indices[start : start + size]
             start += len(indices)
             yield indices.tolist(), order.seed
             if self.batch_size is not None:
-                size = next_batch_size(len(order.indices) - start, self.batch_size)
+                batch_size = next_batch_size(len(order.indices) - start, self.batch_size)
 
     def adapt(self, num_samples: int, batch: Any) -> None:
         """Chooses the size of later chunks by the bytes of this chunk's samples."""
@@ -174,9 +177,9 @@ def item_loader(dataset: Dataset[Any], num_workers: int, **options: Any) -> Data
     context = "fork" if sys.platform == "linux" else None
     return DataLoader(
         dataset,
+        num_workers=num_workers,
         batch_size=None,
         collate_fn=_unchanged,
-        num_workers=num_workers,
         multiprocessing_context=context,
         **options,
     )

@@ -42,9 +42,12 @@ class Sampler:
     @property
     def position(self) -> float:
         """Passes over the samples, fractional; a stream of unknown length counts its first pass once that is over."""
+        if self._is_stream and self.num_samples == 0:
+            return float(self.epoch)
+        share = self._cursor / self.num_samples
         if self._is_stream:
-            return self.epoch + (min(self._cursor / self.num_samples, 0.999) if self.num_samples else 0.0)
-        return self.epoch + self._cursor / self.num_samples
+            share = min(share, 0.999)
+        return self.epoch + share
 
     def num_batches(self, batch_size: int) -> int:
         """Returns how many steps of `batch_size` lead to this position: ceil(samples / `batch_size`) for each epoch.

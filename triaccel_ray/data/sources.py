@@ -171,15 +171,18 @@ def _source_of_loader(loader: DataLoader[Any]) -> DataSource:
     dataset: Any = loader.dataset
     sampler: Any = loader.sampler
     in_batches = type(loader.batch_sampler) is BatchSampler
-    is_random = isinstance(sampler, RandomSampler)
-    each_once = (
-        isinstance(dataset, IterableDataset)
-        or type(sampler) is SequentialSampler
-        or (is_random and not sampler.replacement and sampler.num_samples == len(sampler.data_source))
-    )
+    if isinstance(sampler, RandomSampler):
+        draws_each_once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    else:
+        draws_each_once = isinstance(dataset, IterableDataset) or type(sampler) is SequentialSampler
     for name, value, is_fine, way_out in (
         ("batch_size", loader.batch_size, in_batches, "give it a batch_size and no batch_sampler"),
-        ("sampler", type(sampler).__name__, each_once, "choose samples by torch.utils.data.Subset(dataset, indices)"),
+        (
+            "sampler",
+            type(sampler).__name__,
+            draws_each_once,
+            "choose samples by torch.utils.data.Subset(dataset, indices)",
+        ),
         (
             "worker_init_fn",
             getattr(loader.worker_init_fn, "__name__", loader.worker_init_fn),

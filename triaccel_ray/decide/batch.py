@@ -40,32 +40,33 @@ def retreat(config: BatchConfig, observation: Observation, state: BatchState) ->
     halves instead. If the interval also has an out-of-memory error, only that counts.
     """
     plan = observation.plan
-    failed = [fault for fault in observation.faults if _speaks_of_batch(config, fault, plan)]
+    failed = [fault for fault in observation.faults if _concerns_batch(config, fault, plan)]
     if any(fault.kind is FaultKind.OUT_OF_MEMORY for fault in failed):
         failed = [fault for fault in failed if fault.kind is not FaultKind.CAPTURE_OUT_OF_MEMORY]
     if not failed:
         return None
     smallest = min(failed, key=lambda fault: fault.batch_size)
-    micro_batches = [fault.micro_batch_size for fault in failed if fault.micro_batch_size > 0]
-    passed = min(micro_batches, default=plan.batch_size)
+    fitting_sizes = [fault.micro_batch_size for fault in failed if fault.micro_batch_size > 0]
+    fitting_size = min(fitting_sizes, default=plan.batch_size)
     if smallest.kind is FaultKind.CAPTURE_OUT_OF_MEMORY and not config.enabled:
         size, parts = plan.batch_size, 2 * plan.num_micro_batches
     else:
-        size = _rung(config, min(smallest.batch_size - 1, passed * config.accumulate, plan.batch_size))
-        parts = max(math.ceil(size / passed), config.accumulate)
+        size = _round_down(config, min(smallest.batch_size - 1, fitting_size * config.accumulate, plan.batch_size))
+        parts = max(math.ceil(size / fitting_size), config.accumulate)
         if size == plan.batch_size:
             parts = max(parts, plan.num_micro_batches)
-    text = (
-        f"{smallest.kind.value} in {smallest.phase} at batch {smallest.batch_size}"
-        + (f", {passed} at once passed" if micro_batches and passed < smallest.batch_size else "")
-        + f": {plan.batch_size} -> {size}"
-        + (f" in {parts} parts" if parts > config.accumulate else "")
-    )
+    text = f"{smallest.kind.value} in {smallest.phase} at batch {smallest.batch_size}"
+    if fitting_sizes and fitting_size < smallest.batch_size:
+        text += f", {fitting_size} at once passed"
+    text += f": {plan.batch_size} -> {size}"
+    if parts > config.accumulate:
+        text += f" in {parts} parts"
+    reason = _reason(ReasonCode(smallest.kind.value), text, value=smallest.batch_size, threshold=size)
     return BatchDecision(
         batch_size=size,
         num_micro_batches=parts,
         state=replace(state, ticks_since_change=0, cap=size, cap_ticks_left=config.oom_cooldown_ticks),
-        reasons=(_reason(ReasonCode(smallest.kind.value), text, smallest.batch_size, size),),
+        reasons=(reason,),
     )
 
 
@@ -97,19 +98,19 @@ def decide_batch(
         cap_ticks_left=max(state.cap_ticks_left - 1, 0),
         cap=state.cap if state.cap_ticks_left > 1 else None,
     )
-    keep = BatchDecision(batch_size=plan.batch_size, num_micro_batches=plan.num_micro_batches, state=state)
+    unchanged = BatchDecision(batch_size=plan.batch_size, num_micro_batches=plan.num_micro_batches, state=state)
     if config.enabled and memory.share > config.rho_high:
         return _shrink(config, plan, memory, state)
     if config.enabled and memory.share >= config.rho_low:
-        return keep
+        return unchanged
     size, parts = _step_up(config, plan)
     at_top = (size, parts) == (plan.batch_size, plan.num_micro_batches)
     if at_top or state.ticks_since_change < config.dwell_ticks:
-        return keep
+        return unchanged
     size = min(size, state.cap or size)
-    held = _held(config, plan, state, size, enlarged=enlarged, is_unjudged=is_unjudged)
-    if held is not None:
-        return replace(keep, reasons=(held,))
+    hold = _reason_to_hold(config, plan, state, size, enlarged=enlarged, is_unjudged=is_unjudged)
+    if hold is not None:
+        return replace(unchanged, reasons=(hold,))
     return _grow(config, plan, memory, state, size, parts)
 
 
@@ -130,8 +131,11 @@ def batch_lr_scale(config: BatchConfig, batch_size: int, noise: NoiseSignal | No
         return ratio
     if noise is None:
         return 1.0
-    variance, square = max(noise.trace_covariance, 0.0) / config.start, max(noise.mean_square_norm, 0.0)
-    return (variance + square) / (variance / ratio + square) if variance + square > 0 else 1.0
+    variance = max(noise.trace_covariance, 0.0) / config.start
+    square = max(noise.mean_square_norm, 0.0)
+    if variance + square > 0:
+        return (variance + square) / (variance / ratio + square)
+    return 1.0
 
 
 def noise_scale(noise: NoiseSignal | None) -> float:
@@ -141,34 +145,35 @@ def noise_scale(noise: NoiseSignal | None) -> float:
     return noise.trace_covariance / noise.mean_square_norm
 
 
-def _speaks_of_batch(config: BatchConfig, fault: Fault, plan: Plan) -> bool:
+def _concerns_batch(config: BatchConfig, fault: Fault, plan: Plan) -> bool:
     if fault.kind is FaultKind.OUT_OF_MEMORY:
         return fault.batch_size > 0
     if fault.kind is FaultKind.CAPTURE_OUT_OF_MEMORY:
         # Only slower: worth one smaller size or a split into halves, unless it was an epoch's short last batch.
         if (fault.batch_size, fault.micro_batch_size) != (plan.batch_size, plan.micro_batch_size):
             return False
-        halves = plan.num_micro_batches == config.accumulate and plan.micro_batch_size >= _SMALLEST_SPLIT
-        return plan.batch_size > config.minimum if config.enabled else halves
+        if config.enabled:
+            return plan.batch_size > config.minimum
+        return plan.num_micro_batches == config.accumulate and plan.micro_batch_size >= _SMALLEST_SPLIT
     # The fault of a plan that could not be applied because of its larger batch has the size of that batch.
     return fault.kind is FaultKind.APPLY_FAILED and fault.batch_size > plan.batch_size
 
 
-def _rung(config: BatchConfig, size: int) -> int:
+def _round_down(config: BatchConfig, size: int) -> int:
     """Returns the largest size of the ladder that is not above `size`; the smallest one if all are."""
-    return max((rung for rung in ladder(config) if rung <= size), default=config.minimum)
+    return max((each for each in ladder(config) if each <= size), default=config.minimum)
 
 
 def _shrink(config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchState) -> BatchDecision:
-    size = _rung(config, plan.batch_size - config.step_down)
+    size = _round_down(config, plan.batch_size - config.step_down)
     if size == plan.batch_size:
         outcome = f", and {size} is the smallest batch"
     else:
         outcome = f": {plan.batch_size} -> {size}"
         cap = min(plan.batch_size - config.granularity, state.cap or config.maximum)
         state = replace(state, ticks_since_change=0, cap=cap, cap_ticks_left=config.oom_cooldown_ticks)
-    text = f"memory {_share(memory)} > rho_high {config.rho_high:.3g}{outcome}"
-    reason = _reason(ReasonCode.MEMORY_HIGH, text, memory.share, config.rho_high)
+    text = f"memory {_describe_use(memory)} > rho_high {config.rho_high:.3g}{outcome}"
+    reason = _reason(ReasonCode.MEMORY_HIGH, text, value=memory.share, threshold=config.rho_high)
     return BatchDecision(batch_size=size, num_micro_batches=plan.num_micro_batches, state=state, reasons=(reason,))
 
 
@@ -179,10 +184,10 @@ def _step_up(config: BatchConfig, plan: Plan) -> tuple[int, int]:
     size = plan.batch_size + config.step_up if config.enabled else config.start
     if plan.batch_size < config.start:
         size = min(size, config.start)  # a wide step would skip it, to a size that the noise scale may forbid
-    return max(_rung(config, size), plan.batch_size), config.accumulate
+    return max(_round_down(config, size), plan.batch_size), config.accumulate
 
 
-def _held(
+def _reason_to_hold(
     config: BatchConfig, plan: Plan, state: BatchState, size: int, *, enlarged: bool, is_unjudged: bool
 ) -> Reason | None:
     """Returns why the batch must not grow to `size`, or its micro-batches must not grow, now; None if they may."""
@@ -200,13 +205,13 @@ def _held(
     # Half of the average's weight: single measurements are as often negative as they are a hundred times too large.
     if state.noise is None or state.noise.trace_covariance < 0.5:
         text = f"no batch of {size} before the gradient noise scale is known"
-        return _reason(ReasonCode.HELD_NOISE_SCALE, text, size)
+        return _reason(ReasonCode.HELD_NOISE_SCALE, text, value=size)
     scale = noise_scale(state.noise)
     bound = config.noise_share * scale
     if size > bound:
         share = "" if config.noise_share == 1.0 else f" x {config.noise_share:.3g}"
         text = f"gradient noise scale {scale:.3g}{share}: a batch of {size} would average little more"
-        return _reason(ReasonCode.HELD_NOISE_SCALE, text, size, bound)
+        return _reason(ReasonCode.HELD_NOISE_SCALE, text, value=size, threshold=bound)
     return None
 
 
@@ -214,19 +219,23 @@ def _grow(
     config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchState, size: int, parts: int
 ) -> BatchDecision:
     change = f"{plan.batch_size} -> {size}" if size != plan.batch_size else f"{plan.num_micro_batches} -> {parts} parts"
-    text = f"memory {_share(memory)} < rho_low {config.rho_low:.3g}: {change}"
-    if not config.enabled:
+    if config.enabled:
+        text = f"memory {_describe_use(memory)} < rho_low {config.rho_low:.3g}: {change}"
+    else:
         text = f"the cap after an out-of-memory error is lifted: {change}"
-    reason = _reason(ReasonCode.MEMORY_LOW, text, memory.share, config.rho_low)
+    reason = _reason(ReasonCode.MEMORY_LOW, text, value=memory.share, threshold=config.rho_low)
     state = replace(state, ticks_since_change=0)
     return BatchDecision(batch_size=size, num_micro_batches=parts, state=state, reasons=(reason,))
 
 
-def _reason(code: ReasonCode, text: str, value: float | None = None, threshold: float | None = None) -> Reason:
-    value, threshold = (None if number is None else float(number) for number in (value, threshold))
+def _reason(code: ReasonCode, text: str, *, value: float | None = None, threshold: float | None = None) -> Reason:
+    if value is not None:
+        value = float(value)
+    if threshold is not None:
+        threshold = float(threshold)
     return Reason(code=code, subject="batch", text=text, value=value, threshold=threshold)
 
 
-def _share(memory: MemorySignal) -> str:
+def _describe_use(memory: MemorySignal) -> str:
     taken, room = memory.window_peak_bytes - memory.idle_bytes, memory.attainable_bytes - memory.idle_bytes
     return f"{memory.share:.3f} ({taken / GIB:.2f} of {room / GIB:.2f} GiB above the idle process)"

@@ -42,8 +42,7 @@ def remember_curvature(
             code = ReasonCode.CURVATURE if held else ReasonCode.CURVATURE_RELEASED
             text = f"largest eigenvalue {largest:.3g} {'>' if held else '<='} tau_curv {config.tau_curv:.3g}"
             text += ": held higher" if held else ""
-            found = {"value": largest, "threshold": config.tau_curv}
-            reasons.append(Reason(code=code, subject=signal.name, text=text, **found))
+            reasons.append(Reason(code=code, subject=signal.name, text=text, value=largest, threshold=config.tau_curv))
         updated[signal.name] = replace(measured, held=held)
     return updated, reasons
 
@@ -60,13 +59,16 @@ def smooth_eigenvalues(
     """
     if past is None or weight == 0.0:
         return tuple(sorted(measured, reverse=True))
-    pairs = zip_longest(past, sorted(measured, reverse=True), fillvalue=0.0)
-    limited = ((_limited(old, new) if is_second else old, _limited(new, old)) for old, new in pairs)
-    return tuple(sorted((weight * old + (1.0 - weight) * new for old, new in limited), reverse=True))
+    averages = []
+    for old, new in zip_longest(past, sorted(measured, reverse=True), fillvalue=0.0):
+        limited_old = _limited(old, reference=new) if is_second else old
+        averages.append(weight * limited_old + (1.0 - weight) * _limited(new, reference=old))
+    return tuple(sorted(averages, reverse=True))
 
 
-def _limited(value: float, other: float) -> float:
-    return min(max(value, LARGEST_RATIO * min(other, -1.0)), LARGEST_RATIO * max(other, 1.0))
+def _limited(value: float, *, reference: float) -> float:
+    lowest, highest = LARGEST_RATIO * min(reference, -1.0), LARGEST_RATIO * max(reference, 1.0)
+    return min(max(value, lowest), highest)
 
 
 def smooth_noise(weight: float, past: NoiseSignal | None, measured: NoiseSignal | None) -> NoiseSignal | None:

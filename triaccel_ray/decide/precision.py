@@ -25,11 +25,7 @@ def promoted(precision: Precision) -> Precision:
 
 
 def decide_precision(
-    config: PrecisionConfig,
-    observation: Observation,
-    layers: Mapping[str, LayerState],
-    *,
-    may_lower: bool = True,
+    config: PrecisionConfig, observation: Observation, layers: Mapping[str, LayerState], *, may_lower: bool = True
 ) -> tuple[dict[str, Precision], dict[str, LayerState], list[Reason]]:
     """Returns each layer's precision and state for the next interval, and why any changed.
 
@@ -41,19 +37,20 @@ def decide_precision(
     """
     if not config.enabled:
         return _keep_but_leave_fp16(observation, layers)
-    plan: dict[str, Precision] = {}
+    precision: dict[str, Precision] = {}
     updated: dict[str, LayerState] = {}
     reasons: list[Reason] = []
     for signal in observation.layers:
         name = signal.name
-        old = replace(layers[name], ticks_since_change=layers[name].ticks_since_change + 1)
-        new = _settle(config, signal, old, may_lower=may_lower)
-        in_force, chosen = observation.plan.precision[name], _chosen(signal, new)
-        if chosen is not in_force:
-            reasons.append(_reason(config, signal, old, new, in_force, chosen))
-            new = replace(new, ticks_since_change=0)
-        plan[name], updated[name] = chosen, new
-    return plan, updated, reasons
+        in_force = observation.plan.precision[name]
+        before = replace(layers[name], ticks_since_change=layers[name].ticks_since_change + 1)
+        after = _after_vote(config, signal, before, may_lower=may_lower)
+        precision[name] = _precision_of(signal, after)
+        if precision[name] is not in_force:
+            reasons.append(_reason(config, signal, before, after, in_force, precision[name]))
+            after = replace(after, ticks_since_change=0)
+        updated[name] = after
+    return precision, updated, reasons
 
 
 def keep_precision(
@@ -64,38 +61,38 @@ def keep_precision(
     Changes of the failed plan must be requested again: by the variance rule after its dwell time, by curvature at its
     next measurement. Retried at once, a plan that does not fit would be built in vain at every other tick.
     """
-    plan = {signal.name: observation.plan.precision[signal.name] for signal in observation.layers}
+    precision = {signal.name: observation.plan.precision[signal.name] for signal in observation.layers}
     updated: dict[str, LayerState] = {}
     for signal in observation.layers:
-        in_force, state = plan[signal.name], layers[signal.name]
+        in_force, state = precision[signal.name], layers[signal.name]
         state = replace(state, ticks_since_change=state.ticks_since_change + 1)
-        if _chosen(signal, state) is not in_force:
-            bar = 0 if in_force is Precision.FP16 else state.fp16_bar_ticks
+        if _precision_of(signal, state) is not in_force:
             state = LayerState(
                 by_variance=in_force,
                 eigenvalues=state.eigenvalues,
                 measured_once=state.measured_once,
-                fp16_bar_ticks=bar,
+                fp16_bar_ticks=0 if in_force is Precision.FP16 else state.fp16_bar_ticks,
             )
         updated[signal.name] = state
-    return plan, updated
+    return precision, updated
 
 
 def _keep_but_leave_fp16(
     observation: Observation, layers: Mapping[str, LayerState]
 ) -> tuple[dict[str, Precision], dict[str, LayerState], list[Reason]]:
     """Returns the precisions in force, but BF16 (or FP32, if unsupported) for FP16 layers that are barred from FP16."""
-    plan: dict[str, Precision] = {}
+    precision: dict[str, Precision] = {}
     reasons: list[Reason] = []
     for signal in observation.layers:
-        in_force = plan[signal.name] = observation.plan.precision[signal.name]
+        in_force = chosen = observation.plan.precision[signal.name]
         if in_force is Precision.FP16 and layers[signal.name].fp16_bar_ticks:
-            chosen = plan[signal.name] = nearest_supported(Precision.BF16, signal.supported)
+            chosen = nearest_supported(Precision.BF16, signal.supported)
             reasons.append(_overflow_reason(signal, in_force, chosen))
-    return plan, dict(layers), reasons
+        precision[signal.name] = chosen
+    return precision, dict(layers), reasons
 
 
-def _chosen(signal: LayerSignal, state: LayerState) -> Precision:
+def _precision_of(signal: LayerSignal, state: LayerState) -> Precision:
     wanted = promoted(state.by_variance) if state.held else state.by_variance
     barred = barred_precision(state)
     if barred is not None and wanted.rank <= barred.rank:
@@ -103,55 +100,54 @@ def _chosen(signal: LayerSignal, state: LayerState) -> Precision:
     return nearest_supported(wanted, signal.supported)
 
 
-def _settle(config: PrecisionConfig, signal: LayerSignal, state: LayerState, *, may_lower: bool) -> LayerState:
+def _after_vote(config: PrecisionConfig, signal: LayerSignal, state: LayerState, *, may_lower: bool) -> LayerState:
     """Returns the state after one vote of the variance rule, with dwell and patience."""
     if signal.variance is None:
         return state
     wanted = precision_for_variance(config, signal.variance)
     if wanted is Precision.FP16 and state.fp16_bar_ticks:
         wanted = Precision.BF16
-    lower = wanted.rank < state.by_variance.rank
-    votes = state.lower_votes + 1 if lower else 0
-    settled_long = state.ticks_since_change >= config.dwell_ticks
-    may_move = settled_long and (not lower or (may_lower and votes >= config.patience_ticks))
-    if wanted is state.by_variance or not may_move:
+    lowers = wanted.rank < state.by_variance.rank
+    votes = state.lower_votes + 1 if lowers else 0
+    has_dwelt = state.ticks_since_change >= config.dwell_ticks
+    may_change = has_dwelt and (not lowers or (may_lower and votes >= config.patience_ticks))
+    if wanted is state.by_variance or not may_change:
         return replace(state, lower_votes=votes)
     return replace(state, by_variance=wanted, lower_votes=0)
 
 
 def _reason(
-    config: PrecisionConfig,
-    signal: LayerSignal,
-    before: LayerState,
-    after: LayerState,
-    in_force: Precision,
-    chosen: Precision,
+    config: PrecisionConfig, signal: LayerSignal, before: LayerState, after: LayerState, old: Precision, new: Precision
 ) -> Reason:
-    """Returns why a layer's precision changed; `before` and `after` are its states around the variance rule's vote."""
-    change = f"{in_force.value} -> {chosen.value}"
-    if in_force is Precision.FP16 and after.fp16_bar_ticks:
-        return _overflow_reason(signal, in_force, chosen)
+    """Returns why a precision changed from `old` to `new`; the states are those before and after the variance vote."""
+    if old is Precision.FP16 and after.fp16_bar_ticks:
+        return _overflow_reason(signal, old, new)
+    change = f"{old.value} -> {new.value}"
     barred = barred_precision(after)
-    is_same = after.by_variance is before.by_variance
-    if barred is not None and in_force.rank <= barred.rank:
-        code, text = ReasonCode.SLOWER, f"{in_force.value} was slower: {change}"
-    elif after.too_slow is not None and chosen.rank <= after.too_slow.rank and is_same and chosen is after.by_variance:
-        code, text = ReasonCode.SLOWER, f"tried again after {chosen.value} was slower: {change}"
-    elif (signal.variance is None or is_same) and after.held:
+    is_retry = after.too_slow is not None and new.rank <= after.too_slow.rank and new is after.by_variance
+    if barred is not None and old.rank <= barred.rank:
+        code, text = ReasonCode.SLOWER, f"{old.value} was slower: {change}"
+    elif signal.variance is not None and after.by_variance is not before.by_variance:
+        return _variance_reason(config, signal.name, signal.variance, before, after, change)
+    elif is_retry:
+        code, text = ReasonCode.SLOWER, f"tried again after {new.value} was slower: {change}"
+    elif after.held:
         code, text = ReasonCode.CURVATURE, f"held by curvature: {change}"
-    elif signal.variance is None or is_same:
-        code, text = ReasonCode.CURVATURE_RELEASED, f"released by curvature: {change}"
     else:
-        raised = after.by_variance.rank > before.by_variance.rank
-        # The threshold crossed last on the way to the precision chosen, from below or from above.
-        is_high = after.by_variance is (Precision.FP32 if raised else Precision.BF16)
-        name, threshold = ("tau_high", config.tau_high) if is_high else ("tau_low", config.tau_low)
-        text = f"variance {signal.variance:.3g} {'>=' if raised else '<'} {name} {threshold:.3g}: {change}"
-        text += ", held one higher by curvature" if after.held else ""
-        return Reason(
-            code=ReasonCode.VARIANCE, subject=signal.name, text=text, value=signal.variance, threshold=threshold
-        )
+        code, text = ReasonCode.CURVATURE_RELEASED, f"released by curvature: {change}"
     return Reason(code=code, subject=signal.name, text=text)
+
+
+def _variance_reason(
+    config: PrecisionConfig, layer: str, variance: float, before: LayerState, after: LayerState, change: str
+) -> Reason:
+    raised = after.by_variance.rank > before.by_variance.rank
+    # The threshold crossed last on the way to the precision chosen, from below or from above.
+    is_high = after.by_variance is (Precision.FP32 if raised else Precision.BF16)
+    name, threshold = ("tau_high", config.tau_high) if is_high else ("tau_low", config.tau_low)
+    text = f"variance {variance:.3g} {'>=' if raised else '<'} {name} {threshold:.3g}: {change}"
+    text += ", held one higher by curvature" if after.held else ""
+    return Reason(code=ReasonCode.VARIANCE, subject=layer, text=text, value=variance, threshold=threshold)
 
 
 def bar_overflowing(
@@ -164,18 +160,21 @@ def bar_overflowing(
     """
     barred = [name for name, level in observation.plan.precision.items() if level is Precision.FP16]
     num_steps, num_skipped = observation.step - state.step, observation.num_skipped - state.num_skipped
-    if not barred or observation.loss_scale > MINIMUM_LOSS_SCALE or not 2 * num_skipped > num_steps > 0:
+    most_overflowed = num_steps > 0 and 2 * num_skipped > num_steps
+    if not barred or observation.loss_scale > MINIMUM_LOSS_SCALE or not most_overflowed:
         return dict(layers), []
     ticks = config.overflow_bar_ticks
-    out = {
-        name: replace(layers[name], by_variance=Precision.BF16, lower_votes=0, fp16_bar_ticks=ticks) for name in barred
-    }
+    updated = dict(layers)
+    for name in barred:
+        updated[name] = replace(layers[name], by_variance=Precision.BF16, lower_votes=0, fp16_bar_ticks=ticks)
     text = (
         f"{num_skipped} of {num_steps} steps overflowed at loss scale {observation.loss_scale:.3g}: "
         f"{len(barred)} layers leave fp16 for {ticks} ticks"
     )
-    numbers = {"value": float(num_skipped), "threshold": num_steps / 2}
-    return {**layers, **out}, [Reason(code=ReasonCode.OVERFLOW, subject="precision", text=text, **numbers)]
+    reason = Reason(
+        code=ReasonCode.OVERFLOW, subject="precision", text=text, value=float(num_skipped), threshold=num_steps / 2
+    )
+    return updated, [reason]
 
 
 def _overflow_reason(signal: LayerSignal, in_force: Precision, chosen: Precision) -> Reason:

@@ -48,18 +48,19 @@ def judge(config: ControlConfig, observation: Observation, state: ThroughputStat
     if change is not None and not (failed or _is_in_force(change, observation.plan)):
         state, change = ThroughputState(), None  # the plan with this change could not be applied
     if not config.revert_slowdowns or failed or observation.step_ms is None:
-        if change is not None and not failed:
-            change = replace(change, num_waited=change.num_waited + 1)
-            state = replace(state, change=change) if change.num_waited <= _PATIENCE_TICKS else ThroughputState()
-        return Judgement(state=state)
-    now = observation.step_ms / observation.plan.batch_size
+        if change is None or failed:
+            return Judgement(state=state)
+        if change.num_waited >= _PATIENCE_TICKS:
+            return Judgement(state=ThroughputState())
+        return Judgement(state=replace(state, change=replace(change, num_waited=change.num_waited + 1)))
+    ms_per_sample = observation.step_ms / observation.plan.batch_size
     if change is None:
-        return Judgement(state=replace(state, intervals=(*state.intervals, now)[-_NUM_INTERVALS:]))
-    if now <= change.ms_per_sample * (1.0 + TOLERANCE):
-        return Judgement(state=ThroughputState(intervals=(now,)))
+        return Judgement(state=replace(state, intervals=(*state.intervals, ms_per_sample)[-_NUM_INTERVALS:]))
+    if ms_per_sample <= change.ms_per_sample * (1.0 + TOLERANCE):
+        return Judgement(state=ThroughputState(intervals=(ms_per_sample,)))
     if change.num_slower + 1 < _JUDGING_TICKS:
         return Judgement(state=replace(state, change=replace(change, num_slower=change.num_slower + 1)))
-    return Judgement(state=ThroughputState(), undo=change, reasons=(_reason(observation.plan, change, now),))
+    return Judgement(state=ThroughputState(), undo=change, reasons=(_reason(observation.plan, change, ms_per_sample),))
 
 
 def bar_undone(
@@ -71,7 +72,7 @@ def bar_undone(
         layer = barred[name]
         barred[name] = replace(
             layer,
-            too_slow=_below(before),
+            too_slow=_next_lower(before),
             slow_bar_ticks=config.precision.overflow_bar_ticks * 2**layer.times_slow,
             times_slow=layer.times_slow + 1,
         )
@@ -101,20 +102,23 @@ def _is_in_force(change: Change, plan: Plan) -> bool:
     return is_lowered and (change.batch_size is None or plan.batch_size > change.batch_size)
 
 
-def _below(precision: Precision) -> Precision:
+def _next_lower(precision: Precision) -> Precision:
     return Precision.BF16 if precision is Precision.FP32 else Precision.FP16
 
 
-def _reason(plan: Plan, change: Change, now: float) -> Reason:
+def _reason(plan: Plan, change: Change, ms_per_sample: float) -> Reason:
     lowered = sorted(change.precision)
     parts = []
     if lowered:
-        shown = ", ".join(lowered[:3]) + (f" and {len(lowered) - 3} more" if len(lowered) > 3 else "")
-        parts.append(f"the lower precision of {shown}")
+        names = ", ".join(lowered[:3])
+        if len(lowered) > 3:
+            names += f" and {len(lowered) - 3} more"
+        parts.append(f"the lower precision of {names}")
     if change.batch_size is not None:
         parts.append(f"a batch of {plan.batch_size} in place of {change.batch_size}")
-    text = f"{' and '.join(parts)} is slower, {now:.3g} against {change.ms_per_sample:.3g} ms a sample: undone"
-    return Reason(code=ReasonCode.SLOWER, subject="throughput", text=text, value=now, threshold=change.ms_per_sample)
+    before = change.ms_per_sample
+    text = f"{' and '.join(parts)} is slower, {ms_per_sample:.3g} against {before:.3g} ms a sample: undone"
+    return Reason(code=ReasonCode.SLOWER, subject="throughput", text=text, value=ms_per_sample, threshold=before)
 
 
 def barred_precision(state: LayerState) -> Precision | None:

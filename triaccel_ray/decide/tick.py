@@ -23,9 +23,10 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     enlarges memory use (any number of layers promoted together, or a larger batch); reductions are not limited. After
     a plan that could not be applied, precisions stay as they are and nothing is enlarged for one tick.
     """
-    later = {name: layer.after_tick() for name, layer in state.layers.items()}
-    layers, reasons = remember_curvature(config.curvature, observation, later)
-    judged, batch_state = judge(config, observation, state.throughput), state.batch
+    layers = {name: layer.after_tick() for name, layer in state.layers.items()}
+    layers, reasons = remember_curvature(config.curvature, observation, layers)
+    batch_state = state.batch
+    judged = judge(config, observation, state.throughput)
     reasons += judged.reasons
     if judged.undo is not None:
         layers, batch_state = bar_undone(config, judged.undo, layers, batch_state)

@@ -40,8 +40,8 @@ def attributing_errors(what: str, about: Callable[[], str] = str) -> Iterator[No
     try:
         yield
     except (Exception, SystemExit) as error:
-        told = isinstance(error, FileNotFoundError) or is_out_of_memory(error) or _raised_in(error) == OWN_PACKAGE
-        if told or _ends_the_process(error):
+        is_own = _raised_in(error) == OWN_PACKAGE
+        if is_own or isinstance(error, FileNotFoundError) or is_out_of_memory(error) or _ends_the_process(error):
             raise
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300].rstrip(": ")
         raise _user_code_error(f"{what} raised {text}{about()}", error) from error
@@ -69,12 +69,13 @@ def _user_code_error(text: str, error: BaseException) -> UserCodeError:
 
 def users_lines(error: BaseException) -> str:
     """Returns where in user code `error` was raised, at most the last `MAX_FRAMES` frames; empty if there are none."""
-    frames = [(frame, number) for frame, number in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
+    frames = [(frame, number) for frame, number in traceback.walk_tb(error.__traceback__) if _is_user_code(frame)]
     lines = []
     for frame, number in frames[-MAX_FRAMES:]:
         summary = traceback.FrameSummary(frame.f_code.co_filename, number, frame.f_code.co_name)
         lines.append(f'  File "{summary.filename}", line {number}, in {summary.name}')
-        lines += [f"    {summary.line}"] if summary.line else []
+        if summary.line:
+            lines.append(f"    {summary.line}")
     return "\n".join([IN_YOUR_CODE, *lines]) if lines else ""
 
 
@@ -95,13 +96,13 @@ def require_working(
         stack.enter_context(uncompiled())  # compiling for two samples would take longer than the check
         stack.enter_context(without_cudnn())
         try:
-            _pass(model, loss, source, judge)
+            _check_passes(model, loss, source, judge)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
 
 
-def _pass(model: nn.Module, loss: Loss, source: DataSource, judge: Callable[[Any, Any], Any] | None) -> None:
+def _check_passes(model: nn.Module, loss: Loss, source: DataSource, judge: Callable[[Any, Any], Any] | None) -> None:
     device = next(model.parameters()).device
     with attributing_errors("the training data"):
         indices = _two_samples(source).to(device if source.is_resident else "cpu")
@@ -130,7 +131,7 @@ def _pass(model: nn.Module, loss: Loss, source: DataSource, judge: Callable[[Any
 
 
 def _loss_of(loss: Loss, outputs: Any, targets: Any) -> Any:
-    with attributing_errors("the loss", lambda: seen(outputs, targets)):
+    with attributing_errors("the loss", lambda: described_pair(outputs, targets)):
         if isinstance(targets, Tensor) and targets.is_cuda:
             # On a GPU, a class out of range fails a device-side assert, after which the process cannot use the device.
             try:
@@ -175,20 +176,20 @@ def described(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def seen(outputs: Any, targets: Any) -> str:
+def described_pair(outputs: Any, targets: Any) -> str:
     """Returns a short description of outputs and targets, for messages."""
     return f" (outputs {described(outputs)}, targets {described(targets)})"
 
 
-def _is_users(frame: Any) -> bool:
+def _is_user_code(frame: Any) -> bool:
     path = frame.f_code.co_filename
     is_library = path.startswith((_STANDARD_LIBRARY, "<")) or "site-packages" in path or "dist-packages" in path
-    return not is_library and _package(frame) != OWN_PACKAGE
+    return not is_library and _package_of(frame) != OWN_PACKAGE
 
 
 def _raised_in(error: BaseException) -> str:
     """Returns the package whose code raised `error`."""
-    return _package([frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1])
+    return _package_of([frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1])
 
 
 def _ends_the_process(error: BaseException) -> bool:
@@ -196,5 +197,5 @@ def _ends_the_process(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and _raised_in(error) == "ray"
 
 
-def _package(frame: Any) -> str:
+def _package_of(frame: Any) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]

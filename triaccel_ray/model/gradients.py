@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.kernels.multi_tensor import TensorTable, have_equal_dense_strides
 
-_NONE: Mapping[int, Tensor] = MappingProxyType({})
+_NO_SUMS: Mapping[int, Tensor] = MappingProxyType({})
 
 
 class Gradients:
@@ -28,7 +28,7 @@ class Gradients:
         )
 
     @torch.no_grad()
-    def collect(self, copies: Mapping[int, Tensor], sums: Mapping[int, Tensor] = _NONE) -> None:
+    def collect(self, copies: Mapping[int, Tensor], sums: Mapping[int, Tensor] = _NO_SUMS) -> None:
         """Takes the gradients from the parameters, or from their copies or sums (id of the parameter -> tensor).
 
         Each is brought into the memory layout of its parameter. `publish` makes their addresses known to kernels.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,31 +51,31 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name} has no shape yet: pass one batch through the model first")
-    found: dict[nn.Parameter, tuple[str, list[nn.Module], tuple[nn.Parameter, ...]]] = {}
-    swallowed: set[nn.Module] = set()
+    found: dict[nn.Parameter, Layer] = {}
+    in_attention: set[nn.Module] = set()
     for name, module in model.named_modules():
         own, weights = _weights(module, recurse=False), _weights(module, recurse=True)
-        whole = isinstance(module, nn.MultiheadAttention)
-        if module in swallowed or not own or (len(weights) > len(own) and not whole):
+        is_attention = isinstance(module, nn.MultiheadAttention)
+        if module in in_attention or not own or (len(weights) > len(own) and not is_attention):
             continue
-        if whole:
-            swallowed.update(module.modules())
-        found.setdefault(own[0], (name or "model", [], tuple(weights)))[1].append(module)
+        if is_attention:
+            in_attention.update(module.modules())
+        first = found.get(own[0])
+        if first is None:
+            found[own[0]] = Layer(name=name or "model", modules=(module,), weights=tuple(weights))
+        else:
+            found[own[0]] = replace(first, modules=(*first.modules, module))
     if not found:
         raise ValueError(
             f"model {type(model).__name__} has no trainable weight of two or more dimensions: there is no layer to "
             "control; check requires_grad"
         )
-    return tuple(
-        Layer(
-            name=name,
-            modules=tuple(modules),
-            weights=weights,
-            fixed_precision=any(isinstance(m, nn.RNNBase) for m in modules)
-            or all(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in modules),
-        )
-        for name, modules, weights in found.values()
-    )
+    return tuple(replace(layer, fixed_precision=_is_fixed(layer.modules)) for layer in found.values())
+
+
+def _is_fixed(modules: Iterable[nn.Module]) -> bool:
+    is_recurrent = any(isinstance(module, nn.RNNBase) for module in modules)
+    return is_recurrent or all(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in modules)
 
 
 def _weights(module: nn.Module, *, recurse: bool) -> list[nn.Parameter]:
@@ -198,7 +198,8 @@ def without_cudnn() -> Iterator[None]:
 
     cuDNN prepares for each new shape: 0.02 s for a convolution, 1.4 s for a depthwise one (H200).
     """
-    before, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
     try:
         yield
     finally:

@@ -53,9 +53,9 @@ def as_metrics(given: Any) -> dict[str, Metric]:
             f"metrics are a {type(given).__name__}: must map names to metrics, e.g. {{'accuracy': ACCURACY}}"
         )
     for name, metric in given.items():
-        fits = isinstance(name, str) and name.isidentifier() and name not in RESERVED
+        is_valid = isinstance(name, str) and name.isidentifier() and name not in RESERVED
         rule = f"must be an identifier, and none of {', '.join(sorted(RESERVED))}"
-        require(fits, "name of a metric", name, rule)
+        require(is_valid, "name of a metric", name, rule)
         if not isinstance(metric, Metric) and not callable(metric):
             kind = type(metric).__name__
             raise TypeError(f"metrics[{name!r}] is a {kind}: must be a Metric, or a function(outputs, targets)")
@@ -98,8 +98,9 @@ def is_classification(outputs: Any, targets: Any) -> bool:
 def _are_classes(outputs: Any, targets: Any) -> bool:
     from torch import Tensor
 
-    both = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
-    return both and not targets.is_floating_point() and targets.shape == outputs.shape[:-1] != ()
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.is_floating_point():
+        return False
+    return targets.dim() > 0 and targets.shape == outputs.shape[:-1]
 
 
 def _require_classes(name: str, outputs: Any, targets: Any) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 from torch import nn
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_MINIMAL_MODULES = 3
+_MIN_MODULES = 3
 """Minimum number of modules in a block: a single layer has nothing to fuse, and nothing inside to free."""
-_MAXIMAL_KINDS = 2
+_MAX_KINDS = 2
 """Maximum number of kinds of blocks, such as an encoder's and a decoder's: with more, compiling the whole is faster."""
-_MINIMAL_SHARE = 0.8
+_MIN_SHARE = 0.8
 """Minimum share of a module's parameters, embeddings aside, that its repeated blocks must own."""
 
 Call = Callable[..., Any]
@@ -38,12 +38,12 @@ def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     inside: set[nn.Module] = set()
     num_kinds = 0
     for blocks in alike.values():  # outer modules come before those inside them
-        if len(blocks) < 2 or blocks[0] in inside or num_kinds == _MAXIMAL_KINDS:
+        if len(blocks) < 2 or blocks[0] in inside or num_kinds == _MAX_KINDS:
             continue
         num_kinds += 1
         found.extend(blocks)
         inside.update(part for block in blocks for part in block.modules())
-    return tuple(found) if _make_up(found, model) else ()
+    return tuple(found) if _own_most_of(found, model) else ()
 
 
 def find_regions(model: nn.Module) -> dict[str, nn.Module]:
@@ -55,15 +55,15 @@ def find_regions(model: nn.Module) -> dict[str, nn.Module]:
     """
     found: dict[nn.Module, str] = {}
     for name, module in model.named_children():
-        _collect(name, module, found)
+        _collect_regions(name, module, found)
     return {name: module for module, name in found.items()}
 
 
-def _collect(name: str, module: nn.Module, found: dict[nn.Module, str]) -> None:
+def _collect_regions(name: str, module: nn.Module, found: dict[nn.Module, str]) -> None:
     if isinstance(module, nn.ModuleList | nn.ModuleDict) or _repeats(module):
         for child_name, child in module.named_children():
-            _collect(f"{name}.{child_name}", child, found)
-    elif _num_modules(module) >= _MINIMAL_MODULES:
+            _collect_regions(f"{name}.{child_name}", child, found)
+    elif _num_modules(module) >= _MIN_MODULES:
         found.setdefault(module, name)  # a module that is used in several places is one region
 
 
@@ -73,19 +73,20 @@ def _repeats(module: nn.Module) -> bool:
     for part in filter(_is_block, module.modules()):
         if part is not module:
             alike[type(part)].append(part)
-    return _make_up([block for blocks in alike.values() if len(blocks) > 1 for block in blocks], module)
+    repeated = [block for blocks in alike.values() if len(blocks) > 1 for block in blocks]
+    return _own_most_of(repeated, module)
 
 
-def _make_up(blocks: Iterable[nn.Module], module: nn.Module) -> bool:
+def _own_most_of(blocks: Iterable[nn.Module], module: nn.Module) -> bool:
     """Returns whether `blocks` own most parameters of `module`, which holds them; False if there are no blocks."""
-    looked_up = {p for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
-    owned = {p for block in blocks for p in block.parameters()} - looked_up
-    num_owned, num_all = (sum(p.numel() for p in some) for some in (owned, set(module.parameters()) - looked_up))
-    return num_owned > 0 and num_owned >= _MINIMAL_SHARE * num_all
+    embeddings = {p for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
+    num_owned = sum(p.numel() for p in {p for block in blocks for p in block.parameters()} - embeddings)
+    num_all = sum(p.numel() for p in set(module.parameters()) - embeddings)
+    return num_owned > 0 and num_owned >= _MIN_SHARE * num_all
 
 
 def _is_block(module: nn.Module) -> bool:
-    return not isinstance(module, _CONTAINERS) and _num_modules(module) >= _MINIMAL_MODULES
+    return not isinstance(module, _CONTAINERS) and _num_modules(module) >= _MIN_MODULES
 
 
 def _num_modules(module: nn.Module) -> int:

@@ -23,11 +23,7 @@ class OtherFormatError(CheckpointError):
 
 
 def save_checkpoint(
-    path: Path,
-    state: dict[str, Any],
-    *,
-    previous: Path | None = None,
-    confirm: Callable[[], None] | None = None,
+    path: Path, state: dict[str, Any], *, previous: Path | None = None, confirm: Callable[[], None] | None = None
 ) -> None:
     """Writes `state` (tensors, numbers, strings, lists and dicts of them) to `path`, as `save_durably` does."""
     save_durably(path, {"format": FORMAT, "state": state}, previous=previous, confirm=confirm)
@@ -42,13 +38,13 @@ def save_durably(
     the name under which the old file is kept. `confirm` is called just before; if it raises, nothing changes.
     """
 
-    def ready() -> None:
+    def prepare_to_replace() -> None:
         if confirm is not None:
             confirm()
         if previous is not None and path.exists():
             path.replace(previous)
 
-    with whole_file(path, ready) as file:
+    with whole_file(path, prepare_to_replace) as file:
         torch.save(content, file)
     file.close()
 

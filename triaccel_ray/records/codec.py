@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
 
-_PLAIN = frozenset([type(None), bool, int, str])
+_JSON_SCALARS = frozenset([type(None), bool, int, str])
 _NON_FINITE = ("nan", "inf", "-inf")
 
 
@@ -24,7 +24,7 @@ def encode(value: Any) -> Any:
         TypeError: a part is neither a dataclass, mapping, sequence, enum nor a JSON scalar.
     """
     kind = type(value)
-    if kind in _PLAIN or (kind is float and math.isfinite(value)):  # nearly all values
+    if kind in _JSON_SCALARS or (kind is float and math.isfinite(value)):  # nearly all values
         return value
     names = _field_names(kind)  # type: ignore[arg-type]  # mypy doubts that classes are hashable
     if names is not None:
@@ -70,12 +70,11 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
         _require(isinstance(data, list), data, where, "a list")
         kinds = (arguments[0],) * len(data) if arguments[-1] is Ellipsis else arguments
         _require(len(kinds) == len(data), data, where, f"a list of {len(kinds)}")
-        return tuple(
-            _decode(each, item, f"{where}[{i}]") for i, (each, item) in enumerate(zip(kinds, data, strict=True))
-        )
+        return tuple(_decode(kinds[i], item, f"{where}[{i}]") for i, item in enumerate(data))
     if origin in (Mapping, dict):
         _require(isinstance(data, dict), data, where, "an object")
-        return {_decode(arguments[0], k, where): _decode(arguments[1], v, f"{where}.{k}") for k, v in data.items()}
+        key_kind, value_kind = arguments
+        return {_decode(key_kind, k, where): _decode(value_kind, v, f"{where}.{k}") for k, v in data.items()}
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(kind, data, where)
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -112,7 +111,8 @@ def _decode_dataclass(cls: Any, data: Any, where: str) -> Any:
 def _fields(cls: Any) -> tuple[dict[str, Any], frozenset[str]]:
     """Returns the types of a dataclass's fields by name, and the names of those without a default."""
     fields, hints = dataclasses.fields(cls), typing.get_type_hints(cls)
-    required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    missing = dataclasses.MISSING
+    required = [field.name for field in fields if field.default is missing and field.default_factory is missing]
     return {field.name: hints[field.name] for field in fields}, frozenset(required)
 
 

@@ -219,7 +219,8 @@ class EventLog:
         self._file.write(text)
         self.num_records += 1
         self.checksum = zlib.crc32(text, self.checksum)
-        self._num_interruptions += isinstance(record, Interruption)
+        if isinstance(record, Interruption):
+            self._num_interruptions += 1
         self._file.flush()
         self.claim.require()  # after writing: a record in a file that was replaced is lost, as it should be
 
@@ -280,15 +281,18 @@ def parse_event(line: bytes, where: str) -> Event:
     """
     try:
         raw: Any = json.loads(line)
-        if not isinstance(raw, dict) or raw.get("kind") not in _KINDS:
-            raise ValueError(f"kind = {raw.get('kind') if isinstance(raw, dict) else raw!r}")
+        if not isinstance(raw, dict):
+            raise ValueError(f"kind = {raw!r}")
+        kind: Any = raw.get("kind")
         data = raw.get("data")
-        if raw["kind"] == "start" and isinstance(data, dict) and data.get("format", FORMAT) != FORMAT:
+        if kind not in _KINDS:
+            raise ValueError(f"kind = {kind!r}")
+        if kind == "start" and isinstance(data, dict) and data.get("format", FORMAT) != FORMAT:
             raise OtherLogFormatError(
                 f"{where}: format = {data['format']!r}, this version reads format {FORMAT}: read it with the version "
                 "of triaccel-ray that wrote it"
             )
-        record = decode(_KINDS[raw["kind"]], data)
+        record = decode(_KINDS[kind], data)
         return Event(sequence=int(raw["sequence"]), time_ms=int(raw["time_ms"]), record=record)
     except OtherLogFormatError:
         raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 
 
 class Precision(StrEnum):
@@ -18,15 +17,12 @@ class Precision(StrEnum):
     @property
     def rank(self) -> int:
         """Position from lowest (0) to highest (2); a *promotion* raises it."""
-        return _RANKS[self]
+        return list(Precision).index(self)
 
     @property
     def bytes_per_element(self) -> int:
         """Bytes of one activation element: 2 for FP16 and BF16, 4 for FP32."""
         return 4 if self is Precision.FP32 else 2
-
-
-_RANKS = MappingProxyType({level: rank for rank, level in enumerate(Precision)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +51,8 @@ class Plan:
 
     def steps_as(self, other: Plan) -> bool:
         """Returns whether steps compute the same under both plans, apart from learning rates."""
-        return (self.batch_size, self.num_micro_batches, self.precision) == (
-            other.batch_size,
-            other.num_micro_batches,
-            other.precision,
-        )
+        has_same_batch = (self.batch_size, self.num_micro_batches) == (other.batch_size, other.num_micro_batches)
+        return has_same_batch and self.precision == other.precision
 
     def needs_less_than(self, other: Plan) -> bool:
         """Returns whether the micro-batch or any layer takes less memory than under `other`."""

@@ -37,8 +37,9 @@ class LayerState:
 
     def after_tick(self) -> LayerState:
         """Returns a copy whose bars end one tick sooner."""
-        fp16, slow = max(self.fp16_bar_ticks - 1, 0), max(self.slow_bar_ticks - 1, 0)
-        return replace(self, fp16_bar_ticks=fp16, slow_bar_ticks=slow)
+        return replace(
+            self, fp16_bar_ticks=max(self.fp16_bar_ticks - 1, 0), slow_bar_ticks=max(self.slow_bar_ticks - 1, 0)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +108,8 @@ class Decision:
 
 def initial_decision(config: ControlConfig, layers: Iterable[tuple[str, tuple[Precision, ...]]]) -> Decision:
     """Returns the plan and state of the first step, from the layers' names and supported precisions."""
-    own, shared = config.precision.initial_layers, config.precision.initial
-    precision = {name: nearest_supported(own.get(name, shared), supported) for name, supported in layers}
+    wanted, default = config.precision.initial_layers, config.precision.initial
+    precision = {name: nearest_supported(wanted.get(name, default), supported) for name, supported in layers}
     plan = Plan(
         batch_size=config.batch.start,
         num_micro_batches=config.batch.accumulate,
@@ -116,20 +117,15 @@ def initial_decision(config: ControlConfig, layers: Iterable[tuple[str, tuple[Pr
         lr_scale=dict.fromkeys(precision, 1.0),
     )
     # New layers count as having kept their precision for the dwell time: statistics may act at the first tick.
-    state = LayerState(by_variance=config.precision.initial, ticks_since_change=config.precision.dwell_ticks)
-    batch = BatchState(ticks_since_change=config.batch.dwell_ticks)
-    return Decision(
-        plan=plan,
-        state=ControlState(
-            layers={name: replace(state, by_variance=level) for name, level in precision.items()}, batch=batch
-        ),
+    dwell_ticks = config.precision.dwell_ticks
+    state = ControlState(
+        layers={name: LayerState(by_variance=each, ticks_since_change=dwell_ticks) for name, each in precision.items()},
+        batch=BatchState(ticks_since_change=config.batch.dwell_ticks),
     )
+    return Decision(plan=plan, state=state)
 
 
 def nearest_supported(wanted: Precision, supported: tuple[Precision, ...]) -> Precision:
     """Returns the lowest supported precision that is not below `wanted`; FP32 when there is none."""
-    return min(
-        (level for level in supported if level.rank >= wanted.rank),
-        key=lambda level: level.rank,
-        default=Precision.FP32,
-    )
+    allowed = [level for level in supported if level.rank >= wanted.rank]
+    return min(allowed, key=lambda level: level.rank, default=Precision.FP32)
