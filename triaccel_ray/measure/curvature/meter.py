@@ -77,9 +77,8 @@ class CurvatureMeter:
       networks they equal the Hessian's.
     - `fisher`: eigenvalues of the empirical Fisher block, and the gradient's first two moments, from one backward pass.
 
-    The model is measured in eval mode without autocast. Its state is restored afterwards, also after an error. Hooks on
-    parameter tensors may fire. For fisher and ggn on a GPU, the forward pass runs without TF32 and everything after it
-    with TF32 (`tensor_cores`), whatever PyTorch's flags say.
+    The model is measured in eval mode without autocast, and restored afterwards. Hooks on parameter tensors may fire.
+    For fisher and ggn on a GPU, all after the forward pass uses TF32 (`tensor_cores`), whatever PyTorch's flags say.
 
     On a GPU the first measurement explores the model, the second checks whether it can be captured, and the third
     captures a CUDA graph, which later ones replay (`Stage`). All of it starts over when shapes change or weights move.
@@ -204,7 +203,8 @@ class CurvatureMeter:
         Waits for the device in the first three calls at most, after a failed capture, and if the model synchronizes.
 
         Args:
-            inputs, targets: the samples along dimension 0 of every tensor.
+            inputs: the samples along dimension 0 of every tensor.
+            targets: likewise.
             generator: draws the starting vectors of the first `hessian` measurement.
             budget_bytes: peak bytes that the measurement's tensors may take; samples pass in chunks to stay within
                 it. Used when shapes are new and after memory has run out. None: no bound.
@@ -212,7 +212,7 @@ class CurvatureMeter:
         Raises:
             ValueError: fewer than 2 samples for fisher and ggn, a loss that is no scalar, outputs that `ggn_head`
                 refuses, or inputs and targets of different numbers of samples.
-            torch.OutOfMemoryError: an eager measurement ran out of memory; `release` makes room.
+            torch.OutOfMemoryError: of an eager measurement; `release` makes room.
         """
         self.prepare(inputs, targets, budget_bytes=budget_bytes)
         if self._stage in (Stage.CAPTURE, Stage.CAPTURE_ALONE):
