@@ -37,11 +37,11 @@ class ClusterUnavailableError(ValueError):
 
 
 @contextlib.contextmanager
-def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str = "") -> Iterator[None]:
+def cluster(address: str | None, *, num_cpus: int | None = None, final_hint: str = "") -> Iterator[None]:
     """Connects to the Ray cluster at `address`; if None, starts one on this machine and stops it at the end.
 
     A process that is already connected, such as a notebook's, stays so, with workers as its own `ray.init` set them up.
-    If the head is lost and the process has to be ended, `last_words` are added to the final message.
+    If the head is lost and the process has to be ended, `final_hint` is added to the final message.
 
     Raises:
         ClusterUnavailableError: nothing answers at the address, or Ray cannot start here.
@@ -56,7 +56,7 @@ def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str
                 ray.shutdown()  # after Ctrl-C, say: Ray's threads would miss the token and report it
                 raise
         # Ray's own SIGTERM handler ends the process with a stack trace, before runs have ended their logs.
-        with as_interrupt(signal.SIGTERM), watching(ray.get_runtime_context().gcs_address, last_words):
+        with as_interrupt(signal.SIGTERM), watching(ray.get_runtime_context().gcs_address, final_hint):
             try:
                 yield
             finally:

@@ -29,7 +29,7 @@ from triaccel_ray.service.runs.trial import RunContext, reopen
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.search.suggestions import JournaledSearch, quiet_optuna
 from triaccel_ray.service.storage.layout import BASELINES, EVENTS, read_value, write_value
-from triaccel_ray.service.storage.mirror import bring, pull_run
+from triaccel_ray.service.storage.mirror import pull_run, upload
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.training_folder import editing_log
 
@@ -161,7 +161,7 @@ def tune_trials(
             num_startup=max(spec.num_trials // 4, 4),
             seed=spec.seed,
             claim=claim,
-            noted=partial(bring, place, [JOURNAL]),
+            noted=partial(upload, place, [JOURNAL]),
         )
         scheduler = FIFOScheduler() if pareto else pruner(epochs)
         config = tune.TuneConfig(

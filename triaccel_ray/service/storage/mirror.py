@@ -77,7 +77,7 @@ def mirrored(place: StoragePath, *, patience_s: float = PATIENCE_S) -> Iterator[
             retry(settle, patience_s)
 
 
-def bring(place: StoragePath, files: Sequence[str]) -> None:
+def upload(place: StoragePath, files: Sequence[str]) -> None:
     """Uploads files that a command has just written at `place`; logs a warning if it cannot."""
     if place.uri is not None:
         try:
