@@ -57,15 +57,15 @@ from triaccel_ray.service.search.search import (
     TRIALS,
     best_trial,
     contenders,
-    found_in,
     prepare,
     read_search,
     to_be_repeated,
     tune_trials,
+    tuned_thresholds_of,
 )
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.session import find, new_name, open_tracker, require_experiment, storage_of
-from triaccel_ray.service.storage.copies import PAGES
+from triaccel_ray.service.storage.copies import PAGE_FILES
 from triaccel_ray.service.storage.layout import (
     BASELINES,
     ERROR,
@@ -209,7 +209,7 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
     _write_settings(spec, folder)
     view = view_run(run)
     context.show(view)
-    upload(place, PAGES)
+    upload(place, PAGE_FILES)
     return Outcome(context=context, view=view, is_complete=deliver_model(run, place, tracker, resume_command))
 
 
@@ -229,7 +229,7 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
         with _ray(where, resume_command):
             _run_search(spec, context, log.claim)
         record = read_search(folder)
-        found = found_in(record)
+        found = tuned_thresholds_of(record)
         if found is not None:
             write_value(folder / FOUND, found)
         view = view_search(record)

@@ -21,7 +21,7 @@ from triaccel_ray.service.compare.comparison import (
 )
 from triaccel_ray.service.compare.significance import MIN_PAIRS, Difference, holm, paired_difference
 from triaccel_ray.service.compare.spec import ABLATION
-from triaccel_ray.service.report.drawing import METHOD_LOOKS, save
+from triaccel_ray.service.report.drawing import METHOD_STYLES, save
 from triaccel_ray.service.report.many_runs import Curve, Series, learning_curves, metric_against_cost
 from triaccel_ray.service.report.provenance import TROUBLES, about, sharing_note, trouble_lines, troubles
 from triaccel_ray.service.report.report import Section, View, write_page
@@ -105,12 +105,12 @@ def _results(record: Comparison, methods: Iterable[str]) -> dict[str, MethodResu
 
 
 def _series(results: MethodResults, goal: Goal) -> Series:
-    marker, colour = METHOD_LOOKS[results.method]
+    marker, color = METHOD_STYLES[results.method]
     return Series(
         label=label(results.method),
         points=[_figures(results.mean, goal)],
         spread=_figures(results.deviation, goal) if len(results.by_seed) > 1 else None,
-        look={"marker": marker, "color": colour, "markersize": 9.0},
+        look={"marker": marker, "color": color, "markersize": 9.0},
     )
 
 
@@ -121,7 +121,7 @@ def _figures(of: Callable[[str], float], goal: Goal) -> Figures:
 def _curves(record: Comparison) -> list[Curve]:
     """Returns a learning curve for each final run; all seeds of a method have the same color."""
     return [
-        Curve(label=label(method), colour=METHOD_LOOKS[method][1], epochs=run.epochs)
+        Curve(label=label(method), color=METHOD_STYLES[method][1], epochs=run.epochs)
         for method in record.spec.all_methods
         for run in record.runs.values()
         if run.spec.method == method and run.epochs

@@ -17,7 +17,7 @@ from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.records.events import Epoch, Event, Start, Tick, read_events
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.report import drawing
-from triaccel_ray.service.report.drawing import GREY, PRECISION_COLOURS, RED, legend, panel, shorten
+from triaccel_ray.service.report.drawing import GRAY, PRECISION_COLORS, RED, legend, panel, shorten
 from triaccel_ray.service.report.overview import overview, step_edges
 from triaccel_ray.service.storage.layout import EVENTS, FIGURES
 
@@ -64,8 +64,8 @@ def precision_heatmap(ticks: Sequence[Tick], *, about: str = "") -> Figure:
     figure = drawing.new_figure(9.6, min(max(0.215 * len(names), 0.9), 7.0) + 1.5)
     axes = figure.subplots()
     panel(axes, "Precision of each layer", about, x_label="optimizer step")
-    colours = ListedColormap([PRECISION_COLOURS[level] for level in levels])
-    axes.pcolorfast(step_edges(ticks), np.arange(len(names) + 1) - 0.5, ranks, cmap=colours, vmin=-0.5, vmax=2.5)
+    colors = ListedColormap([PRECISION_COLORS[level] for level in levels])
+    axes.pcolorfast(step_edges(ticks), np.arange(len(names) + 1) - 0.5, ranks, cmap=colors, vmin=-0.5, vmax=2.5)
     axes.set_ylim(len(names) - 0.5, -0.5)
     every = -(-len(names) // MOST_ROW_LABELS)
     rows = range(0, len(names), every)
@@ -77,7 +77,7 @@ def precision_heatmap(ticks: Sequence[Tick], *, about: str = "") -> Figure:
     for spine in axes.spines.values():
         spine.set_visible(False)
     shares = [f"{level.name}  {100 * (ranks == level.rank).mean():.0f}%" for level in levels]
-    handles = [Patch(color=PRECISION_COLOURS[level], label=text) for level, text in zip(levels, shares, strict=True)]
+    handles = [Patch(color=PRECISION_COLORS[level], label=text) for level, text in zip(levels, shares, strict=True)]
     legend(axes, handles=handles, ncols=3, columnspacing=1.6, handlelength=1.2, **drawing.ABOVE)
     return figure
 
@@ -122,6 +122,6 @@ def curvature_and_lr(ticks: Sequence[Tick], curvature: CurvatureConfig, *, about
     bar.set_ticks(rows, labels=[shorten(names[row], 18) for row in rows], fontsize=8.5)
     bar.ax.invert_yaxis()
     bar.outline.set_visible(False)
-    bar.ax.set_title("input", fontsize=8.5, color=GREY, pad=7)
-    bar.ax.set_xlabel("output", fontsize=8.5, color=GREY, labelpad=6)
+    bar.ax.set_title("input", fontsize=8.5, color=GRAY, pad=7)
+    bar.ax.set_xlabel("output", fontsize=8.5, color=GRAY, labelpad=6)
     return figure

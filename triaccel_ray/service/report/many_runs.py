@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from triaccel_ray.records.events import Epoch
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.report.drawing import DASHED, GREY, INK, PLAIN, mark_level, new_figure, panel, scale_losses
+from triaccel_ray.service.report.drawing import DASHED, GRAY, INK, PLAIN, mark_level, new_figure, panel, scale_losses
 from triaccel_ray.service.runs.objective import Figures
 
 
@@ -22,7 +22,7 @@ class Curve:
 
     label: str
     """Curves with the same label share one legend entry."""
-    colour: str
+    color: str
     epochs: Sequence[Epoch]
     """At least one."""
     width: float = 1.8
@@ -62,7 +62,7 @@ def learning_curves(curves: Sequence[Curve], goal: Goal, *, about: str = "") -> 
     for curve in curves:
         numbers, seconds = [epoch.epoch for epoch in curve.epochs], [epoch.seconds for epoch in curve.epochs]
         learned = [epoch.held_out(goal) if judged else epoch.train_loss for epoch in curve.epochs]
-        look: dict[str, Any] = {"color": curve.colour, "linewidth": curve.width, "alpha": curve.opacity}
+        look: dict[str, Any] = {"color": curve.color, "linewidth": curve.width, "alpha": curve.opacity}
         if len(numbers) <= 12:  # a single epoch would be invisible as a line
             look |= {"marker": "o", "markersize": 3.0}
         for axes, at, values in (
@@ -73,7 +73,7 @@ def learning_curves(curves: Sequence[Curve], goal: Goal, *, about: str = "") -> 
         ):
             axes.plot(at, values, label=curve.label, **look)
             if curve.pruned:
-                axes.plot(at[-1:], values[-1:], linestyle="none", marker="x", markersize=6.5, color=curve.colour)
+                axes.plot(at[-1:], values[-1:], linestyle="none", marker="x", markersize=6.5, color=curve.color)
     if not judged:
         for axes in (by_epoch, by_seconds):
             scale_losses(axes, [epoch.train_loss for curve in curves for epoch in curve.epochs])
@@ -102,7 +102,7 @@ def metric_against_cost(
     costs: dict[Any, Callable[[Figures], float]] = {left: lambda of: of.seconds, right: lambda of: of.peak_gb}
     for axes, cost in costs.items():
         if limit is not None:
-            axes.axhline(limit, color=GREY, linewidth=1.1, linestyle=DASHED)
+            axes.axhline(limit, color=GRAY, linewidth=1.1, linestyle=DASHED)
         for each in series:
             points = front(each.points, cost, goal) if each.is_front else each.points
             bars = {} if each.spread is None else {"xerr": cost(each.spread), "yerr": each.spread.metric}

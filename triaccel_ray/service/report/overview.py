@@ -17,7 +17,7 @@ from triaccel_ray.records.events import Epoch, Tick
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import FaultKind, Precision
 from triaccel_ray.service.report import drawing
-from triaccel_ray.service.report.drawing import BLUE, GREY, INK, NAVY, ORANGE, RED, legend, mark_level, panel, say
+from triaccel_ray.service.report.drawing import BLUE, GRAY, INK, NAVY, ORANGE, RED, legend, mark_level, panel, say
 
 _FAULTS = (
     (FaultKind.OUT_OF_MEMORY, "out of memory", "v"),
@@ -57,7 +57,7 @@ def overview(
     _draw_metric(metric_over_time, epochs, np.cumsum([epoch.seconds for epoch in epochs]).tolist(), goal)
     metric_over_time.set_xlim(left=0.0)
     for axes in grid.flat[:7]:
-        axes.set_xlabel("epoch", fontsize=9.5, color=GREY)
+        axes.set_xlabel("epoch", fontsize=9.5, color=GRAY)
         axes.set_xlim(0.0, epochs[-1].epoch)
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     return figure
@@ -91,9 +91,9 @@ def _intervals(epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> list[float]:
 def _draw_loss(axes: Axes, epochs: Sequence[Epoch]) -> None:
     training = [(epoch.epoch, epoch.train_loss) for epoch in epochs]
     held_out = [(epoch.epoch, epoch.held_out_loss) for epoch in epochs if epoch.held_out_loss is not None]
-    for losses, colour, label in ((training, GREY, "training"), (held_out, NAVY, "validation")):
+    for losses, color, label in ((training, GRAY, "training"), (held_out, NAVY, "validation")):
         if losses:
-            axes.plot(*zip(*losses, strict=True), color=colour, linewidth=2.0, label=label, **_marker(epochs))
+            axes.plot(*zip(*losses, strict=True), color=color, linewidth=2.0, label=label, **_marker(epochs))
     drawing.scale_losses(axes, [loss for _, loss in (*training, *held_out)])
     legend(axes, loc="upper right")  # losses fall
 
@@ -117,8 +117,8 @@ def _draw_precisions(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick])
     below = np.zeros(len(plans))
     for level in reversed(Precision):
         counts = [list(plan.precision.values()).count(level) / len(plan.precision) for plan in plans]
-        above, colour = below + 100.0 * np.array(counts), drawing.PRECISION_COLOURS[level]
-        axes.stairs(above, _intervals(epochs, ticks), baseline=below, fill=True, color=colour, label=level.name)
+        above, color = below + 100.0 * np.array(counts), drawing.PRECISION_COLORS[level]
+        axes.stairs(above, _intervals(epochs, ticks), baseline=below, fill=True, color=color, label=level.name)
         below = above
     axes.set_ylim(0.0, 100.0)
     axes.set_axisbelow(False)
@@ -170,14 +170,14 @@ def _draw_memory(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], bat
     idle = np.array([signal.idle_bytes for signal in memory]) / BYTES_PER_GB
     high, low = f"rho_high {batch.rho_high:.0%}", f"rho_low {batch.rho_low:.0%}"
     lines = ((1.0, "limit", INK), (batch.rho_high, high, RED), (batch.rho_low, low, ORANGE))
-    for share, text, colour in lines:
+    for share, text, color in lines:
         level = idle + share * (limits - idle)  # rho counts above the idle memory, which no batch size changes
         style: Any = "-" if text == "limit" else drawing.DASHED
-        axes.stairs(level, edges, baseline=None, color=colour, linewidth=1.2, linestyle=style)
+        axes.stairs(level, edges, baseline=None, color=color, linewidth=1.2, linestyle=style)
         if share == batch.rho_low and batch.rho_high - batch.rho_low < 0.12:
             continue  # its label would overlap that of rho_high
         above = 1.06 if text == "limit" else share  # clear of rho_high
-        mark_level(axes, idle[-1] + above * (limits[-1] - idle[-1]), text, colour)
+        mark_level(axes, idle[-1] + above * (limits[-1] - idle[-1]), text, color)
     top, floor = max(limits.max(), peaks.max()), min(idle.min(), peaks.min())
     # If idle memory dwarfs what batches take, an axis from 0 would flatten the curve.
     bottom = max(floor - 0.15 * (top - floor), 0.0) if floor > 0.5 * top else 0.0

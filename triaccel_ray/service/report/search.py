@@ -17,7 +17,7 @@ from optuna.importance import FanovaImportanceEvaluator
 
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import repeat_command
-from triaccel_ray.service.report.drawing import BLUE, GREY, METHOD_LOOKS, NAVY, save
+from triaccel_ray.service.report.drawing import BLUE, GRAY, METHOD_STYLES, NAVY, save
 from triaccel_ray.service.report.many_runs import Curve, Series, learning_curves, metric_against_cost
 from triaccel_ray.service.report.provenance import TROUBLES, about, sharing_note, trouble_lines, troubles
 from triaccel_ray.service.report.report import Section, View, write_page
@@ -26,7 +26,14 @@ from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.search import search
 from triaccel_ray.service.search.dimensions import dimensions
-from triaccel_ray.service.search.search import SearchRecord, best_repeats, best_trial, contenders, found_in, ranked
+from triaccel_ray.service.search.search import (
+    SearchRecord,
+    best_repeats,
+    best_trial,
+    contenders,
+    ranked,
+    tuned_thresholds_of,
+)
 from triaccel_ray.service.search.suggestions import quiet_optuna, trial_name
 from triaccel_ray.service.storage.layout import FIGURES
 from triaccel_ray.service.units import counted
@@ -57,7 +64,8 @@ class Recommendation:
 
 def view_search(record: SearchRecord) -> View:
     """Returns the view of a search, its trials and recommendation; writes its figures and page."""
-    folder, grid, advice, found = record.folder, search_grid(record), recommendation(record), found_in(record)
+    folder, grid, advice = record.folder, search_grid(record), recommendation(record)
+    found = tuned_thresholds_of(record)
     thresholds = f"thresholds of the best trial, and what it takes to find them again: {folder / search.FOUND}"
     runs = {f"baseline {name}": run for name, run in record.baselines.items()}
     runs |= {run.name: run for run in chain(record.trials, *record.repeats.values())}
@@ -285,8 +293,8 @@ def outcomes(record: SearchRecord) -> list[Series]:
     hollow: dict[str, Any] = {"marker": "o", "markerfacecolor": "none"}
     front = {"marker": "o", "color": NAVY, "linestyle": "-", "linewidth": 1.6, "drawstyle": "steps-post"}
     looks: tuple[tuple[str, str, dict[str, Any]], ...] = (
-        ("pruned", "stopped early (pruned)", {"marker": "x", "color": GREY, "alpha": 0.7}),
-        ("poor", "trial beyond the margin", {**hollow, "color": GREY}),
+        ("pruned", "stopped early (pruned)", {"marker": "x", "color": GRAY, "alpha": 0.7}),
+        ("poor", "trial beyond the margin", {**hollow, "color": GRAY}),
         ("good", "trial", {"marker": "o", "color": BLUE, "alpha": 0.55}),
     )
     series = [Series(label=label, points=points[kind], look=look) for kind, label, look in looks]
@@ -297,8 +305,8 @@ def outcomes(record: SearchRecord) -> list[Series]:
             label = f"best: {name}, score {figures[0].score:.4g}"
             look = {**hollow, "color": NAVY, "markersize": 14.0, "markeredgewidth": 1.6}
         else:
-            label, (marker, colour) = name.upper(), METHOD_LOOKS[name]
-            look = {"marker": marker, "color": colour, "markersize": 9.0, "markeredgecolor": "white"}
+            label, (marker, color) = name.upper(), METHOD_STYLES[name]
+            look = {"marker": marker, "color": color, "markersize": 9.0, "markeredgecolor": "white"}
         series.append(Series(label=label, points=figures, look=look))
     return [each for each in series if each.points]
 
@@ -308,11 +316,11 @@ def _curves(record: SearchRecord, best: RunRecord | None) -> list[Curve]:
     curves = []
     for run in (run for run in record.trials if run.epochs and run is not best):
         stopped = run.status == "stopped"
-        label, colour = ("stopped early (pruned)", GREY) if stopped else ("trial", BLUE)
-        curves.append(Curve(label=label, colour=colour, epochs=run.epochs, width=1.1, opacity=0.6, pruned=stopped))
+        label, color = ("stopped early (pruned)", GRAY) if stopped else ("trial", BLUE)
+        curves.append(Curve(label=label, color=color, epochs=run.epochs, width=1.1, opacity=0.6, pruned=stopped))
     above = {} if best is None else {f"best trial ({best.name})": (NAVY, best)}
-    above |= {name.upper(): (METHOD_LOOKS[name][1], run) for name, run in record.baselines.items() if name != "probe"}
-    for label, (colour, run) in above.items():
+    above |= {name.upper(): (METHOD_STYLES[name][1], run) for name, run in record.baselines.items() if name != "probe"}
+    for label, (color, run) in above.items():
         if run.epochs:
-            curves.append(Curve(label=label, colour=colour, epochs=run.epochs, width=2.4, opacity=1.0))
+            curves.append(Curve(label=label, color=color, epochs=run.epochs, width=2.4, opacity=1.0))
     return curves
