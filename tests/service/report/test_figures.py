@@ -54,7 +54,7 @@ def texts(figure: Figure) -> set[str]:
 
 def overview_of(events: Sequence[Event], ticks: Sequence[Tick] | None = None) -> Figure:
     shown = of_kind(Tick, events) if ticks is None else ticks
-    return overview(of_kind(Epoch, events), shown, CONTROL.batch, Goal(), about="digits")
+    return overview(of_kind(Epoch, events), shown, CONTROL.batch, Goal(), subtitle="digits")
 
 
 def axes_titled(figure: Figure, title: str) -> Axes:
@@ -87,7 +87,7 @@ def test_a_run_has_the_pictures_that_it_has_data_for_drawn_again_where_its_log_i
 
 def test_the_heatmap_shows_each_precision_as_long_as_it_was_in_force(tmp_path: Path) -> None:
     ticks = of_kind(Tick, events_of(tmp_path, RESNET, epochs=18))
-    figure, buffer = precision_heatmap(ticks, about="digits"), io.BytesIO()
+    figure, buffer = precision_heatmap(ticks, subtitle="digits"), io.BytesIO()
     figure.savefig(buffer)
     pixels = np.asarray(Image.open(buffer).convert("RGB")).astype(int).reshape(-1, 3)
     areas, counts = {}, {}
@@ -205,7 +205,7 @@ def test_curves_of_many_runs_go_over_epochs_and_seconds(tmp_path: Path) -> None:
         Curve(label="trial", color="#0072B2", epochs=epochs[:2], pruned=True),
         Curve(label="AMP", color="#D98200", epochs=epochs),
     ]
-    figure = learning_curves(curves, Goal(), about="a search")
+    figure = learning_curves(curves, Goal(), subtitle="a search")
     over_epochs, over_seconds = (axes_titled(figure, f"Validation accuracy over {what}") for what in ("epochs", "time"))
     assert over_epochs.lines[0].get_ydata().tolist() == [epoch.held_out(Goal()) for epoch in epochs]
     assert over_seconds.lines[0].get_xdata()[1] == pytest.approx(epochs[0].seconds + epochs[1].seconds)

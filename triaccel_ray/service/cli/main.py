@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command = parse(arguments)
             check(command)
             if isinstance(command, Trains | Resume | Ui):  # before the imports, which take seconds
-                sys.stderr.write(f"loading {'' if isinstance(command, Ui) else 'PyTorch, Ray and '}MLflow ...\n")
+                libraries = "MLflow" if isinstance(command, Ui) else "PyTorch, Ray and MLflow"
+                sys.stderr.write(f"loading {libraries} ...\n")
                 sys.stderr.flush()
             from triaccel_ray.service.cli.execute import execute
         sys.exit(execute(command))

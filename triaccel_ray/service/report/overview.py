@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -17,7 +18,18 @@ from triaccel_ray.records.events import Epoch, Tick
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import FaultKind, Precision
 from triaccel_ray.service.report import drawing
-from triaccel_ray.service.report.drawing import BLUE, GRAY, INK, NAVY, ORANGE, RED, legend, mark_level, panel, say
+from triaccel_ray.service.report.drawing import (
+    BLUE,
+    GRAY,
+    INK,
+    NAVY,
+    ORANGE,
+    RED,
+    legend,
+    mark_level,
+    panel,
+    write_centered,
+)
 
 _FAULTS = (
     (FaultKind.OUT_OF_MEMORY, "out of memory", "v"),
@@ -28,7 +40,7 @@ _FAULTS = (
 
 
 def overview(
-    epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig, goal: Goal, *, about: str = ""
+    epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig, goal: Goal, *, subtitle: str = ""
 ) -> Figure:
     """Returns eight panels: loss, metric, precisions, batch size, memory, speed, time, and metric over time.
 
@@ -38,7 +50,7 @@ def overview(
     figure = drawing.new_figure(11.0, 10.0)
     grid = figure.subplots(4, 2)
     (loss, metric), (precisions, sizes), (memory, speed), (time, metric_over_time) = grid
-    panel(loss, "Loss", about, y_label="mean over the samples")
+    panel(loss, "Loss", subtitle, y_label="mean over the samples")
     panel(metric, f"Validation {goal.words}", " ", y_label=goal.axis_unit)
     panel(precisions, "Precision", y_label="percent of the layers")
     panel(sizes, "Batch size", y_label="samples a step")
@@ -63,7 +75,7 @@ def overview(
     return figure
 
 
-def _whole(epochs: Sequence[Epoch]) -> list[float]:
+def _epoch_edges(epochs: Sequence[Epoch]) -> list[float]:
     """Returns the epoch boundaries as edges for `stairs`, one more than epochs."""
     return [epochs[0].epoch - 1, *(epoch.epoch for epoch in epochs)]
 
@@ -82,7 +94,7 @@ def _edges(ends: Sequence[float], narrowest: float) -> list[float]:
     return list(accumulate([min(first, ends[0] - narrowest), *ends], max))
 
 
-def _intervals(epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> list[float]:
+def _interval_edges(epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> list[float]:
     """Returns the boundaries, in epochs, of the intervals between ticks and of the one after the last tick."""
     edges = _edges([tick.observation.epoch for tick in ticks], 0.0)
     return [*edges, max(edges[-1], epochs[-1].epoch)]
@@ -102,7 +114,7 @@ def _draw_metric(axes: Axes, epochs: Sequence[Epoch], at: Sequence[float], goal:
     values = [epoch.held_out(goal) for epoch in epochs]
     seen = [(place, value) for place, value in zip(at, values, strict=True) if value is not None]
     if not seen:
-        say(axes, "not looked at before the end of the run")
+        write_centered(axes, "not looked at before the end of the run")
         return
     axes.plot(*zip(*seen, strict=True), color=NAVY, linewidth=2.0, **_marker(epochs))
     mark_level(axes, seen[-1][1], goal.cell(seen[-1][1]), NAVY)
@@ -111,14 +123,14 @@ def _draw_metric(axes: Axes, epochs: Sequence[Epoch], at: Sequence[float], goal:
 
 def _draw_precisions(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> None:
     if not ticks:
-        say(axes, "the same from the first step to the last")
+        write_centered(axes, "the same from the first step to the last")
         return
     plans = [*(tick.observation.plan for tick in ticks), ticks[-1].applied.plan]
     below = np.zeros(len(plans))
     for level in reversed(Precision):
         counts = [list(plan.precision.values()).count(level) / len(plan.precision) for plan in plans]
         above, color = below + 100.0 * np.array(counts), drawing.PRECISION_COLORS[level]
-        axes.stairs(above, _intervals(epochs, ticks), baseline=below, fill=True, color=color, label=level.name)
+        axes.stairs(above, _interval_edges(epochs, ticks), baseline=below, fill=True, color=color, label=level.name)
         below = above
     axes.set_ylim(0.0, 100.0)
     axes.set_axisbelow(False)
@@ -127,16 +139,17 @@ def _draw_precisions(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick])
 
 def _draw_batch(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig) -> None:
     """Draws the batch size, the micro-batch size if it is smaller, and the faults that the run recovered from."""
-    sizes, edges = [epoch.batch_size for epoch in epochs], _whole(epochs)
-    at_once = sizes
+    sizes, edges = [epoch.batch_size for epoch in epochs], _epoch_edges(epochs)
+    micro_batches = sizes
     if ticks:
         plans = [*(tick.observation.plan for tick in ticks), ticks[-1].applied.plan]
-        sizes, at_once = [plan.batch_size for plan in plans], [plan.micro_batch_size for plan in plans]
-        edges = _intervals(epochs, ticks)
+        sizes = [plan.batch_size for plan in plans]
+        micro_batches = [plan.micro_batch_size for plan in plans]
+        edges = _interval_edges(epochs, ticks)
     axes.stairs(sizes, edges, color=BLUE, linewidth=2.0, baseline=None)
-    if at_once != sizes:
-        parts: dict[str, Any] = {"color": BLUE, "linewidth": 1.2, "linestyle": ":", "label": "at once on the device"}
-        axes.stairs(at_once, edges, baseline=None, **parts)
+    if micro_batches != sizes:
+        style: dict[str, Any] = {"color": BLUE, "linewidth": 1.2, "linestyle": ":"}
+        axes.stairs(micro_batches, edges, baseline=None, label="at once on the device", **style)
     look: dict[str, Any] = {"s": 52, "color": RED, "edgecolor": "white", "linewidth": 0.8, "zorder": 4}
     highest = max(sizes)
     for kind, text, marker in _FAULTS:
@@ -152,15 +165,19 @@ def _draw_batch(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batc
     if axes.get_legend_handles_labels()[0]:
         legend(axes, ncols=2, **drawing.ABOVE)
     axes.set_ylim(0, 1.12 * highest)
-    axes.yaxis.set_major_locator(MultipleLocator(batch.granularity * -(-highest // (5 * batch.granularity))))
+    rungs_per_tick = math.ceil(highest / (5 * batch.granularity))
+    axes.yaxis.set_major_locator(MultipleLocator(batch.granularity * rungs_per_tick))
     mark_level(axes, sizes[-1], f"{sizes[-1]}", BLUE)
 
 
 def _draw_memory(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig) -> None:
     """Draws the peak memory of each interval, with the limit and the band in which the batch rule keeps it."""
     memory = [tick.observation.memory for tick in ticks]
-    in_bytes = [signal.window_peak_bytes for signal in memory] or [epoch.peak_bytes for epoch in epochs]
-    peaks, edges = np.array(in_bytes) / BYTES_PER_GB, _intervals(epochs, ticks)[:-1] if ticks else _whole(epochs)
+    if ticks:
+        peak_bytes, edges = [signal.window_peak_bytes for signal in memory], _interval_edges(epochs, ticks)[:-1]
+    else:
+        peak_bytes, edges = [epoch.peak_bytes for epoch in epochs], _epoch_edges(epochs)
+    peaks = np.array(peak_bytes) / BYTES_PER_GB
     axes.stairs(peaks, edges, fill=True, color=BLUE, alpha=0.14)
     axes.stairs(peaks, edges, baseline=None, color=BLUE, linewidth=2.0)
     if not ticks:
@@ -185,7 +202,7 @@ def _draw_memory(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], bat
 
 
 def _draw_by_epoch(axes: Axes, epochs: Sequence[Epoch], values: Sequence[float]) -> None:
-    axes.stairs(values, _whole(epochs), baseline=None, color=BLUE, linewidth=2.0)
+    axes.stairs(values, _epoch_edges(epochs), baseline=None, color=BLUE, linewidth=2.0)
     axes.set_ylim(0.0, 1.15 * max(values))
     axes.yaxis.set_major_formatter(drawing.PLAIN)
 
@@ -194,7 +211,7 @@ def _draw_seconds(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick]) ->
     """Draws the seconds of each epoch, and the part of them spent on changing plans."""
     _draw_by_epoch(axes, epochs, [epoch.seconds for epoch in epochs])
     epoch_of, seconds = [tick.observation.epoch for tick in ticks], [tick.applied.adapt_ms / 1e3 for tick in ticks]
-    spent, edges = np.histogram(np.ceil(epoch_of) - 0.5, _whole(epochs), weights=seconds)
+    spent, edges = np.histogram(np.ceil(epoch_of) - 0.5, _epoch_edges(epochs), weights=seconds)
     if spent.any():
         axes.stairs(spent, edges, fill=True, color=ORANGE, alpha=0.7, label="of which adapting")
         legend(axes, **drawing.ABOVE)
