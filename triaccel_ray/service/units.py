@@ -22,8 +22,8 @@ def parse_bytes(text: str, name: str = "amount of memory") -> int:
         ValueError: `text` is not such an amount; the message calls it `name`.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = {name.lower(): factor for name, factor in _FACTORS.items()}.get(match[2].lower()) if match else None
-    amount = float(match[1]) * unit if match and unit else 0.0
+    factors = {unit.lower(): factor for unit, factor in _FACTORS.items()}
+    amount = float(match[1]) * factors.get(match[2].lower(), 0) if match else 0.0
     if not 1 <= amount < math.inf:
         raise ValueError(f"{name} = {text!r}: must be a positive number with a unit, such as 2GiB or 1500MB")
     return int(amount)
@@ -37,7 +37,8 @@ def counted(number: int, noun: str) -> str:
 def format_bytes(num_bytes: float) -> str:
     """Returns `num_bytes` in the largest binary unit of which it is at least one, to three digits."""
     for unit, factor in _BINARY[:-1]:
-        if (amount := num_bytes / factor) >= 1:
+        amount = num_bytes / factor
+        if amount >= 1:
             return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:.0f} {unit}"
     return f"{num_bytes:.0f} B"
 

@@ -19,6 +19,7 @@ from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.compare.comparison import (
     CHOICES,
     REFERENCE,
+    REFERENCE_TRIAL,
     TRIALS,
     Choices,
     FixedSetting,
@@ -37,8 +38,6 @@ from triaccel_ray.service.storage.layout import write_value
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 
-_REFERENCE_TRIAL = f"{REFERENCE}-recipe"
-"""Name of the AMP trial with the recipe as it is."""
 WIDEST = 4.0
 """Sampled learning rates and weight decays lie between the recipe's values divided and multiplied by this factor."""
 
@@ -67,7 +66,7 @@ def choose(spec: ComparisonSpec, place: StoragePath, *, num_gpus: float, shared:
 
 def fixed_trials(spec: ComparisonSpec, settings: Sequence[FixedSetting]) -> dict[str, RunSpec]:
     """Returns the trials of the fixed settings by name, and the AMP trial that they are judged against."""
-    trials = {_REFERENCE_TRIAL: trial_of(replace(spec.base, method=REFERENCE))}
+    trials = {REFERENCE_TRIAL: trial_of(replace(spec.base, method=REFERENCE))}
     return trials | {setting.name: trial_of(setting.onto(spec.base)) for setting in settings}
 
 
@@ -129,7 +128,7 @@ def best_setting(settings: Sequence[FixedSetting], runs: Mapping[str, RunRecord]
     Raises:
         ValueError: AMP's trial, or every setting's, did not finish.
     """
-    amp = runs[_REFERENCE_TRIAL]
+    amp = runs[REFERENCE_TRIAL]
     rule = f"{amp.status}: the fixed settings cannot be judged without it"
     require(amp.status == "finished", "trial", amp.name, rule)
     objective = Objective.against(amp.epochs, amp.start.goal)

@@ -26,6 +26,8 @@ CHOICES = "choices.json"
 TRIALS = "trials"
 REFERENCE = "amp"
 """The method that the others are tested against."""
+REFERENCE_TRIAL = f"{REFERENCE}-recipe"
+"""Name of its trial with the recipe as it is, which fixed settings are judged against."""
 TRAINING_SECONDS = "training_seconds"
 """Figure of a run: seconds of all its epochs, compilation, captures and changes of plan included."""
 READINGS: Mapping[str, tuple[str, str]] = {

@@ -14,6 +14,7 @@ from triaccel_ray.service.cli.options import repeat_command
 from triaccel_ray.service.compare.comparison import (
     READINGS,
     REFERENCE,
+    REFERENCE_TRIAL,
     TRAINING_SECONDS,
     Choices,
     Comparison,
@@ -268,7 +269,7 @@ def _choice_notes(record: Comparison) -> Iterator[str]:
     spec = record.spec
     yield "validation samples, seed 0; * chosen"
     yield sharing_note(spec.base)
-    amp = record.trials.get("amp-recipe")
+    amp = record.trials.get(REFERENCE_TRIAL)
     if spec.num_fixed and amp is not None and amp.epochs:
         objective = Objective.against(amp.epochs, spec.base.goal)
         best = f"best score of {objective.limit_text} (AMP, margin {objective.margin_text}), or else the nearest to it"

@@ -90,7 +90,7 @@ def panel(axes: Axes, title: str, subtitle: str = "", *, x_label: str = "", y_la
     axes.set_axisbelow(True)
 
 
-def write_centered(axes: Axes, text: str) -> None:
+def caption(axes: Axes, text: str) -> None:
     """Writes a sentence in the middle of axes that have no data."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=10.5, color=GRAY)
     axes.set_axis_off()

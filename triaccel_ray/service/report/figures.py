@@ -95,7 +95,7 @@ def curvature_and_lr(ticks: Sequence[Tick], curvature: CurvatureConfig, *, subti
         figure = drawing.new_figure(9.6, 2.2)
         axes = figure.subplots()
         panel(axes, "Curvature and learning rates", subtitle)
-        drawing.write_centered(axes, "no curvature was measured in this run: all learning rates follow the schedule")
+        drawing.caption(axes, "no curvature was measured in this run: all learning rates follow the schedule")
         return figure
     figure = drawing.new_figure(9.6, 6.4)
     upper, lower = figure.subplots(2, 1, sharex=True)

@@ -18,18 +18,7 @@ from triaccel_ray.records.events import Epoch, Tick
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import FaultKind, Precision
 from triaccel_ray.service.report import drawing
-from triaccel_ray.service.report.drawing import (
-    BLUE,
-    GRAY,
-    INK,
-    NAVY,
-    ORANGE,
-    RED,
-    legend,
-    mark_level,
-    panel,
-    write_centered,
-)
+from triaccel_ray.service.report.drawing import BLUE, GRAY, INK, NAVY, ORANGE, RED, caption, legend, mark_level, panel
 
 _FAULTS = (
     (FaultKind.OUT_OF_MEMORY, "out of memory", "v"),
@@ -114,7 +103,7 @@ def _draw_metric(axes: Axes, epochs: Sequence[Epoch], at: Sequence[float], goal:
     values = [epoch.held_out(goal) for epoch in epochs]
     seen = [(place, value) for place, value in zip(at, values, strict=True) if value is not None]
     if not seen:
-        write_centered(axes, "not looked at before the end of the run")
+        caption(axes, "not looked at before the end of the run")
         return
     axes.plot(*zip(*seen, strict=True), color=NAVY, linewidth=2.0, **_marker(epochs))
     mark_level(axes, seen[-1][1], goal.cell(seen[-1][1]), NAVY)
@@ -123,7 +112,7 @@ def _draw_metric(axes: Axes, epochs: Sequence[Epoch], at: Sequence[float], goal:
 
 def _draw_precisions(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> None:
     if not ticks:
-        write_centered(axes, "the same from the first step to the last")
+        caption(axes, "the same from the first step to the last")
         return
     plans = [*(tick.observation.plan for tick in ticks), ticks[-1].applied.plan]
     below = np.zeros(len(plans))

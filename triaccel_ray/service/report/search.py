@@ -39,7 +39,7 @@ from triaccel_ray.service.storage.layout import FIGURES
 from triaccel_ray.service.units import counted
 
 MIN_TRIALS: Final = 20
-"""Trials needed for `importance`: fewer write_centered nothing about how much four thresholds matter."""
+"""Trials needed for `importance`: fewer say nothing about how much four thresholds matter."""
 _NUM_DRAWN: Final = 10
 _WAYS_OUT: Final[Mapping[str, str]] = {
     "out_of_memory": "give more --memory-headroom or --memory-budget, or a smaller --batch-size",

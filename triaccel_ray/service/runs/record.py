@@ -233,9 +233,7 @@ def end_run(folder: Path, spec: RunSpec | None, end: End) -> None:
     path, keep = folder / EVENTS, 0
     if has_begun(folder):
         records = [event.record for event in read_events(path)]
-        keep = len(records)
-        if isinstance(records[-1], End):
-            keep -= 1
+        keep = len(records) - 1 if isinstance(records[-1], End) else len(records)
     folder.mkdir(parents=True, exist_ok=True)
     with reporting_full_disk(folder), contextlib.closing(EventLog(path, keep=keep)) as log:
         if keep == 0 and spec is not None:

@@ -21,14 +21,7 @@ from ray.tune.execution import class_cache
 from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.records.events import End, LogError, TakenOverError
-from triaccel_ray.service.failures import (
-    MAX_LOSSES,
-    DiskFullError,
-    PreemptedError,
-    RunFailedError,
-    StoreError,
-    failed,
-)
+from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, RunFailedError, StoreError, failed
 from triaccel_ray.service.runs.record import end_run, read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec

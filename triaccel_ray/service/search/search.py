@@ -189,13 +189,12 @@ def read_search(folder: Path) -> SearchRecord:
     for path in [*sorted((folder / REPEATS).glob("*")), *sorted((folder / TRIALS).glob("*"))]:
         try:
             run = read_if_begun(path)
+            if run is not None and path.parent.name == REPEATS:
+                repeats[path.name.rpartition(_REPEAT_SUFFIX)[0]].append(run)
+            elif run is not None:
+                trials.append(run)
         except LogError as error:
             damaged[path.name] = str(error)
-            continue
-        if run is not None and path.parent.name == REPEATS:
-            repeats[path.name.rpartition(_REPEAT_SUFFIX)[0]].append(run)
-        elif run is not None:
-            trials.append(run)
     return SearchRecord(
         folder=folder,
         spec=read_value(SearchSpec, folder / SEARCH, _WAY_OUT),
@@ -228,10 +227,7 @@ def contenders(record: SearchRecord) -> dict[str, RunRecord]:
     """
     best = best_trial(record)
     runs = {} if best is None else {best.name: best}
-    for name in ("amp", "fp32"):
-        run = record.baselines.get(name)
-        if is_finished(run):
-            runs[name] = run
+    runs |= {name: record.baselines[name] for name in ("amp", "fp32") if is_finished(record.baselines.get(name))}
     repeats = best_repeats(record)
     return {name: max(run, repeats.get(name, run), key=partial(_value, record)) for name, run in runs.items()}
 

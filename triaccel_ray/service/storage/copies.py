@@ -32,9 +32,9 @@ RUN_FILES = (MODEL, *LOG_FILES, CHECKPOINT)
 PAGE_FILES = (SETTINGS, "found.json", "comparison.md", "report.html")
 WRITER = ".writer"
 """File in the store that names the training folder in which a run continues."""
-SET_SPECS = ("search.json", "comparison.json")
-"""Specs of searches and comparisons, whose folders hold many runs."""
-COMMAND_FILES = (*SET_SPECS, "prepared.json", "choices.json", "trials.jsonl", "mlflow.json", *PAGE_FILES)
+SETS = ("search.json", "comparison.json")
+"""Specs of searches and comparisons, which are sets of runs."""
+COMMAND_FILES = (*SETS, "prepared.json", "choices.json", "trials.jsonl", "mlflow.json", *PAGE_FILES)
 """Files that a command writes: request, results, suggestions, MLflow state, reports. With a spec also its log."""
 
 

@@ -128,9 +128,7 @@ def _exists(filesystem: Any, root: str) -> bool:
     """Returns whether the folder exists; object stores have no folders, and `_open` has checked the bucket."""
     from pyarrow import fs
 
-    if filesystem.type_name in OBJECT_STORES:
-        return True
-    return bool(filesystem.get_file_info(root).type is not fs.FileType.NotFound)
+    return filesystem.type_name in OBJECT_STORES or filesystem.get_file_info(root).type is not fs.FileType.NotFound
 
 
 @functools.cache

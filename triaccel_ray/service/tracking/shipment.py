@@ -23,17 +23,8 @@ from triaccel_ray.service.tracking.metrics import RESULT, metrics_of, params_of,
 from triaccel_ray.service.tracking.shipped import SHIPPED, Shipped, read_shipped
 from triaccel_ray.service.tracking.tracking import Tracker
 
-ARTIFACTS = (
-    EVENTS,
-    SPEC,
-    "found.json",
-    "comparison.json",
-    "choices.json",
-    "comparison.md",
-    "report.html",
-    ERROR,
-    FIGURES,
-)
+_INPUTS_AND_RESULTS = (EVENTS, SPEC, "found.json", "comparison.json", "choices.json")
+ARTIFACTS = (*_INPUTS_AND_RESULTS, "comparison.md", "report.html", ERROR, FIGURES)
 """Files and folders of a run that are uploaded as artifacts when it ends."""
 
 LONGEST_PARAM = 6000
