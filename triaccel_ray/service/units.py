@@ -37,8 +37,7 @@ def counted(number: int, noun: str) -> str:
 def format_bytes(num_bytes: float) -> str:
     """Returns `num_bytes` in the largest binary unit of which it is at least one, to three digits."""
     for unit, factor in _BINARY[:-1]:
-        amount = num_bytes / factor
-        if amount >= 1:
+        if (amount := num_bytes / factor) >= 1:
             return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:.0f} {unit}"
     return f"{num_bytes:.0f} B"
 

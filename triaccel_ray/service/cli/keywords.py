@@ -101,8 +101,7 @@ def command_of(command: type[C], task: Any, options: Mapping[str, Any]) -> C:
     values = {name: known[name].read(given) for name, given in options.items()}
     if task is not None:
         values["task"] = name_of(task)
-    path = values.get("config")
-    if path is not None:
+    if (path := values.get("config")) is not None:
         values = {**file_options(command, path, values.keys()), **values}
     return _filled(command, values)
 

@@ -176,9 +176,8 @@ class RunLog:
             with reporting_full_disk(self._folder):
                 EventLog(path, keep=None).close()
         earlier, latest = interruptions_in(path)
-        if damage:
-            latest = Interruption(cause="damaged", message=damage, epoch=0)
-        return earlier, latest
+        damaged = Interruption(cause="damaged", message=damage, epoch=0)
+        return earlier, damaged if damage else latest
 
     def open(self, *, keep: int = 0, checksum: int | None = None) -> None:
         """Opens the log, cut back to its first `keep` records as by `EventLog`, and writes the spec beside it."""

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -105,21 +105,30 @@ def fit(
             for name in trials.begun:
                 _end_if_unfinished(context.place / name)
             raise
-    last: dict[str, Mapping[str, Any]] = {}
-    for number, trial_config in enumerate(trials.configs):
-        result, name = results[number], trial_config[NAME]
-        last[name] = result.metrics or {}
-        cause = last[name].get("unfinished", "")
-        if cause in _STOPS_ALL_TRIALS:
-            raise _STOPS_ALL_TRIALS[cause](last[name]["message"])
-        if result.error is not None:
-            error = _without_ray_wrapper(result.error)
-            last[name] = {"error": error}
-            with editing_log(context.place / name) as run_folder:
-                end_run(run_folder, context.spec_of(trial_config), failed(error))
+    last = _last_results(context, trials.configs, results)
     # Reference cycles in Tune hold Ray handles. Freed by another thread during Ray's shutdown, they end the process.
     del tuner, results
     gc.collect()
+    return last
+
+
+def _last_results(
+    context: RunContext, configs: Sequence[dict[str, Any]], results: tune.ResultGrid
+) -> dict[str, Mapping[str, Any]]:
+    """Returns each trial's last result by name, and ends the logs of those that Tune gave up; raises as `fit`."""
+    last: dict[str, Mapping[str, Any]] = {}
+    for number, config in enumerate(configs):
+        name, result = config[NAME], results[number]
+        metrics = result.metrics or {}
+        cause = metrics.get("unfinished", "")
+        if cause in _STOPS_ALL_TRIALS:
+            raise _STOPS_ALL_TRIALS[cause](metrics["message"])
+        last[name] = metrics
+        if result.error is not None:
+            error = _without_ray_wrapper(result.error)
+            last[name] = {"error": error}
+            with editing_log(context.place / name) as folder:
+                end_run(folder, context.spec_of(config), failed(error))
     return last
 
 

@@ -205,8 +205,7 @@ class Worker:
 
     def fail(self, error: Exception) -> None:
         """Ends the log of a run that failed with `error`, and writes the traceback beside it."""
-        lines = users_lines(error)
-        if lines:
+        if lines := users_lines(error):
             error.add_note(lines)  # notes reach the driver, the traceback does not
         if self.log.is_open and not self.log.ended:
             write_traceback(self.folder, error)

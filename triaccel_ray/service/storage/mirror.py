@@ -92,12 +92,10 @@ def pull_all(place: StoragePath) -> None:
         return
     if not place.folder.exists():
         _push_runs(place)  # a run that began here and has uploaded nothing yet
-    folders = _remote_folders(place)
-    if not folders:
-        return
-    with contextlib.suppress(Timeout), _lock(place).acquire(timeout=0.0):
-        for folder, remote in folders:
-            pull(folder, folder.folder, (*COMMAND_FILES, *LOG_FILES), remote)
+    if folders := _remote_folders(place):
+        with contextlib.suppress(Timeout), _lock(place).acquire(timeout=0.0):
+            for folder, remote in folders:
+                pull(folder, folder.folder, (*COMMAND_FILES, *LOG_FILES), remote)
 
 
 def pull_run(place: StoragePath, patience_s: float = PATIENCE_S) -> None:

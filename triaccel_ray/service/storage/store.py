@@ -170,8 +170,7 @@ def _in_one_request(uri: str) -> str:
     """Returns the URI with the option that writes small files to S3 in one request; a multipart upload takes three."""
     if not uri.startswith("s3://") or "allow_delayed_open=" in uri:
         return uri
-    separator = "&" if "?" in uri else "?"
-    return f"{uri}{separator}allow_delayed_open=true"
+    return f"{uri}{'&' if '?' in uri else '?'}allow_delayed_open=true"
 
 
 def _copy(source: BinaryIO, stream: Any, num_bytes: int) -> None:

@@ -128,10 +128,8 @@ class Shipper:
         pause_s = self._interval_s
         while not self._stopping.wait(pause_s):
             self.ship_once()
-            if self.last_error is None:
-                pause_s = self._interval_s
-            else:
-                pause_s = min(2.0 * pause_s, max(LONGEST_PAUSE_S, self._interval_s))
+            longer_s = min(2.0 * pause_s, max(LONGEST_PAUSE_S, self._interval_s))
+            pause_s = self._interval_s if self.last_error is None else longer_s
         self.flush(self._timeout_s)
 
     def _folders(self) -> list[Path]:
