@@ -85,9 +85,10 @@ class Calibration:
         """
         if not 0.0 <= q <= 1.0:
             raise ValueError(f"q = {q}: must lie in [0, 1]")
-        seen = np.log10(self.variances if len(self.variances) > 1 else 2 * self.variances)
-        quantiles = [0.0, *np.linspace(BEYOND_SHARE, 1.0 - BEYOND_SHARE, len(seen)), 1.0]
-        return float(10.0 ** np.interp(q, quantiles, [seen[0] - BEYOND_DECADES, *seen, seen[-1] + BEYOND_DECADES]))
+        decades = np.log10(self.variances if len(self.variances) > 1 else 2 * self.variances)
+        quantiles = [0.0, *np.linspace(BEYOND_SHARE, 1.0 - BEYOND_SHARE, len(decades)), 1.0]
+        extended = [decades[0] - BEYOND_DECADES, *decades, decades[-1] + BEYOND_DECADES]
+        return float(10.0 ** np.interp(q, quantiles, extended))
 
 
 def calibration(variances: Mapping[str, Sequence[float]]) -> Calibration:
@@ -96,14 +97,15 @@ def calibration(variances: Mapping[str, Sequence[float]]) -> Calibration:
     Raises:
         ValueError: none of them is positive and finite.
     """
-    by_layer = {name: [v for v in of if v > 0 and math.isfinite(v)] for name, of in variances.items()}
-    usable = sorted(v for of in by_layer.values() for v in of)
+    usable_by_layer = {name: [v for v in values if v > 0 and math.isfinite(v)] for name, values in variances.items()}
+    usable = sorted(v for values in usable_by_layer.values() for v in values)
     if not usable:
         raise ValueError(
             f"variances = {sum(map(len, variances.values()))} values, none positive: the probe was shorter than one "
             "control interval, or its gradients vanish; use the space thresholds-absolute"
         )
-    return Calibration(variances=tuple(usable), layers={name: median(of) for name, of in by_layer.items() if of})
+    medians = {name: median(values) for name, values in usable_by_layer.items() if values}
+    return Calibration(variances=tuple(usable), layers=medians)
 
 
 def search_space(name: str, optional: Sequence[str] = ()) -> dict[str, Any]:

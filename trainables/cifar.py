@@ -42,10 +42,10 @@ class CifarTask(Task):
 
     def data(self, purpose: Purpose) -> Splits:
         """Returns the samples for `purpose`; SEARCH does not read the file with test images, which need not exist."""
-        final = purpose is Purpose.FINAL
-        folder = obtain(cifar_set(self.num_classes), self.data_dir, with_test=final)
+        is_final = purpose is Purpose.FINAL
+        folder = obtain(cifar_set(self.num_classes), self.data_dir, with_test=is_final)
         images, labels = folder.read_train()
-        if final:
+        if is_final:
             return self._splits((images, labels), folder.read_test(), mirror_views=self.mirror_views)
         train, validation = stratified_split(labels, _NUM_VALIDATION, _SPLIT_SEED)
         return self._splits((images[train], labels[train]), (images[validation], labels[validation]))
@@ -57,8 +57,8 @@ class CifarTask(Task):
             mean=_CHANNEL_MEAN[self.num_classes], std=_CHANNEL_STD[self.num_classes], size=self.input_size
         )
         augmented = replace(plain, augment=True, cutout=self.cutout)
-        shown = replace(plain, mirror_views=mirror_views)
-        return Splits(train=ImageSource(*train, augmented), held_out=ImageSource(*held_out, shown))
+        viewed = replace(plain, mirror_views=mirror_views)
+        return Splits(train=ImageSource(*train, augmented), held_out=ImageSource(*held_out, viewed))
 
 
 class Cifar10ResNet18(CifarTask):

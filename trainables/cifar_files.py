@@ -88,12 +88,12 @@ class CifarFolder:
         return self._read((self.layout.test,), _NUM_TEST)
 
     def _read(self, names: tuple[str, ...], num_samples: int) -> tuple[Tensor, Tensor]:
-        parts = [
-            _read_python(self.path / name, self.layout.md5[name], self.cifar.label_key)
-            if self.layout.md5
-            else _read_binary(self.path / name, num_samples // len(names), self.cifar)
-            for name in names
-        ]
+        parts = []
+        for name in names:
+            if self.layout.md5:
+                parts.append(_read_python(self.path / name, self.layout.md5[name], self.cifar.label_key))
+            else:
+                parts.append(_read_binary(self.path / name, num_samples // len(names), self.cifar))
         images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         return torch.from_numpy(images), torch.from_numpy(labels)
 

@@ -66,17 +66,17 @@ class ImageSource(TensorSource):
 
         They are augmented if the preparation says so and a generator is given, from which one number is drawn.
         """
-        device, how = self.inputs.device, self.preparation
+        device, preparation = self.inputs.device, self.preparation
         indices = indices.to(device, non_blocking=True)
         key = None
-        if how.augment and generator is not None:
+        if preparation.augment and generator is not None:
             key = torch.randint(2**63 - 1, (), generator=generator, device=device)
         images = image_batch(
-            self.inputs, indices, self._scale, self._shift, key=key, epoch=self._epoch, padding=how.padding,
-            reflect=True, cutout=how.cutout,
+            self.inputs, indices, self._scale, self._shift, key=key, epoch=self._epoch,
+            padding=preparation.padding, reflect=True, cutout=preparation.cutout,
         )  # fmt: skip
-        if how.size is not None:
-            images = F.interpolate(images, size=how.size, mode="bilinear", align_corners=False)
+        if preparation.size is not None:
+            images = F.interpolate(images, size=preparation.size, mode="bilinear", align_corners=False)
             images = images.contiguous(memory_format=torch.channels_last)
         return images, self.targets[indices]
 

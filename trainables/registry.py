@@ -111,16 +111,17 @@ def _require_signatures(task: Task) -> None:
         TypeError: one does not; the message shows its line, and the parameters it must take.
     """
     for name in ("model", "data", "loss", "optimizer"):
-        method, (_, *words) = getattr(task, name), inspect.signature(getattr(Task, name)).parameters
+        method = getattr(task, name)
+        parameters = list(inspect.signature(getattr(Task, name)).parameters)[1:]  # without self
         by_name = {"recipe": None} if name == "loss" else {}
         try:
-            inspect.signature(method).bind(*(word for word in words if word not in by_name), **by_name)
+            inspect.signature(method).bind(*(each for each in parameters if each not in by_name), **by_name)
         except TypeError as error:
             code = getattr(method, "__code__", None)
             line = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
             raise TypeError(
                 f"{type(task).__name__}.{name}{line} takes {inspect.signature(method)}: must take "
-                f"({', '.join(words)}); {error}"
+                f"({', '.join(parameters)}); {error}"
             ) from error
 
 

@@ -23,12 +23,8 @@ def stratified_split(labels: Tensor, num_held_out: int, seed: int) -> tuple[Tens
     """
     require(labels.dim() == 1, "labels", tuple(labels.shape), "must be a vector, one label per sample")
     num_samples = len(labels)
-    require(
-        0 < num_held_out < num_samples,
-        "num_held_out",
-        num_held_out,
-        f"must lie between 1 and {num_samples - 1}, so that both parts of the {num_samples} samples have some",
-    )
+    rule = f"must lie between 1 and {num_samples - 1}, so that both parts of the {num_samples} samples have some"
+    require(0 < num_held_out < num_samples, "num_held_out", num_held_out, rule)
     members: dict[int, list[int]] = {}
     for index, label in enumerate(labels.tolist()):
         members.setdefault(label, []).append(index)
@@ -36,11 +32,10 @@ def stratified_split(labels: Tensor, num_held_out: int, seed: int) -> tuple[Tens
     by_remainder = sorted(members, key=lambda label: (-(num_held_out * len(members[label]) % num_samples), label))
     for label in by_remainder[: num_held_out - sum(counts.values())]:
         counts[label] += 1
-    held_out = {
-        index
-        for label, indices in members.items()
-        for index in sorted(indices, key=lambda index: _rank(seed, index))[: counts[label]]
-    }
+    held_out: set[int] = set()
+    for label, indices in members.items():
+        ordered = sorted(indices, key=lambda index: _rank(seed, index))
+        held_out.update(ordered[: counts[label]])
     kept = [index for index in range(num_samples) if index not in held_out]
     return tensor(kept), tensor(sorted(held_out))
 

@@ -166,7 +166,8 @@ class Task(ABC):
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     """Returns parameter groups: weights of two or more dimensions, with weight decay; the others, with their own lr."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    weights, others = ([p for p in parameters if (p.dim() >= 2) == is_weight] for is_weight in (True, False))
+    weights = [p for p in parameters if p.dim() >= 2]
+    others = [p for p in parameters if p.dim() < 2]
     groups: list[dict[str, Any]] = [
         {"params": weights, "weight_decay": recipe.weight_decay},
         {"params": others, "weight_decay": 0.0, "lr": recipe.lr * recipe.norm_bias_lr_factor},

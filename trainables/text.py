@@ -109,7 +109,9 @@ class TextGpt(Task):
     def _size(self, name: str) -> int:
         """Returns one size of the model or the data: the class's own, or the default for this machine."""
         own: int | None = getattr(self, name)
-        return (_ON_GPU if torch.cuda.is_available() else _ON_CPU)[name] if own is None else own
+        if own is not None:
+            return own
+        return (_ON_GPU if torch.cuda.is_available() else _ON_CPU)[name]
 
     def model(self) -> nn.Module:
         """Returns the network."""
@@ -123,9 +125,10 @@ class TextGpt(Task):
         """
         files = text_files(self.data_dir)
         split = split_by_file({name: path.stat().st_size for name, path in files.items()})
-        final, context, most = purpose is Purpose.FINAL, self._size("context"), self._size("most_windows")
-        train = split["train"] + (split["validation"] if final else [])
-        held_out = split["test" if final else "validation"]
+        context, most = self._size("context"), self._size("most_windows")
+        train, held_out = split["train"], split["validation"]
+        if purpose is Purpose.FINAL:
+            train, held_out = train + held_out, split["test"]
         return Splits(
             train=Windows(read_bytes([files[name] for name in train]), context, most),
             held_out=Windows(read_bytes([files[name] for name in held_out]), context, max(most // 8, 1)),

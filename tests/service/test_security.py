@@ -25,7 +25,7 @@ from triaccel_ray.records.codec import encode
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.options import Where, repeat_command
 from triaccel_ray.service.cluster.cluster import display_address
-from triaccel_ray.service.commands.next_steps import resume_words
+from triaccel_ray.service.commands.next_steps import command_to_resume
 from triaccel_ray.service.commands.ui import is_loopback
 from triaccel_ray.service.console import SafeConsole
 from triaccel_ray.service.credentials import hide_credentials
@@ -179,7 +179,7 @@ def test_no_password_of_the_command_line_is_repeated(
 
 def test_no_password_of_an_address_stands_in_what_is_to_be_typed(tmp_path: Path) -> None:
     for address in ("http://me:s3cr3t@host:8265", "me:s3cr3t@host:6379"):
-        words = resume_words(StoragePath(str(tmp_path), "hunt"), Where(address=address), "x", "x")
+        words = command_to_resume(StoragePath(str(tmp_path), "hunt"), Where(address=address), "x", "x")
         assert "s3cr3t" not in words
         assert display_address(address) in words
     assert display_address("host:6379") == "host:6379"

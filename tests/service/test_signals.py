@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from triaccel_ray.service.signals import never_lost
+from triaccel_ray.service.signals import deferring_interrupt
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def test_ctrl_c_while_a_process_is_started_takes_effect_afterwards() -> None:
     done = []
 
     def start() -> None:
-        with never_lost():
+        with deferring_interrupt():
             subprocess.Popen(["true"], preexec_fn=lambda: os.kill(os.getppid(), signal.SIGINT)).wait()
             done.append("started")
 
@@ -35,12 +35,12 @@ def test_ctrl_c_while_a_process_is_started_takes_effect_afterwards() -> None:
 
 def test_ctrl_c_at_any_other_time_does_not_wait_and_ignored_it_stays_so() -> None:
     def work() -> None:
-        with never_lost():
+        with deferring_interrupt():
             signal.raise_signal(signal.SIGINT)
             pytest.fail("went on")
 
     with pytest.raises(KeyboardInterrupt):
         work()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with never_lost():
+    with deferring_interrupt():
         signal.raise_signal(signal.SIGINT)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from triaccel_ray.service.signals import nothing_begun
+from triaccel_ray.service.signals import exiting_on_interrupt
 
-with nothing_begun():  # before the slow imports
+with exiting_on_interrupt():  # before the slow imports
     from triaccel_ray.service.cli.main import main
 
 if __name__ == "__main__":

@@ -160,10 +160,10 @@ def storage_of(where: Where) -> StoragePath:
         ValueError: the store cannot be used, or no tracking store is given with it.
     """
     tracking_uri_of(where.storage_path, where.tracking_uri)  # raises without one: every result is recorded
-    return _reached(where.storage_path, writable=True)
+    return _checked_storage(where.storage_path, writable=True)
 
 
-def _reached(place: StoragePath, *, writable: bool) -> StoragePath:
+def _checked_storage(place: StoragePath, *, writable: bool) -> StoragePath:
     if place.uri is not None:
         Store(place.uri).check(writable=writable)
         return place
@@ -186,7 +186,7 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
     if os.sep in name and os.path.isdir(name):
         place = StoragePath.of(Path(name).absolute())
     else:
-        storage = _reached(where.storage_path, writable=writable)
+        storage = _checked_storage(where.storage_path, writable=writable)
         if os.sep not in name or storage.uri is not None:
             for part in name.split("/"):
                 checked_name(part)
@@ -203,14 +203,8 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
             )
         rule = f"leads out of the storage folder {storage}; if you trust what is there, name it by its path"
         require(is_inside(place.folder, storage.folder), "name", name, rule)
-    folder = place.folder
-    if any(os.path.lexists(folder / file) for file in (SPEC, EVENTS, SEARCH, COMPARISON)):  # other folders are not read
-        for link in folder.rglob("*"):
-            if link.is_symlink() and not is_inside(link, folder):
-                raise LogError(
-                    f"{link} is a link that leads out of {folder}, to {os.path.realpath(link)}: no command follows or "
-                    "makes such links; name a copy of the folder without it"
-                )
+    if any(os.path.lexists(place.folder / file) for file in (SPEC, EVENTS, SEARCH, COMPARISON)):  # others are not read
+        _require_no_outward_links(place.folder)
     return place
 
 
@@ -222,6 +216,15 @@ def _results_in(folder: Path) -> list[str]:
     except OSError:
         return []
     return [each for each in names if any((folder / each / file).exists() for file in files)]
+
+
+def _require_no_outward_links(folder: Path) -> None:
+    for link in folder.rglob("*"):
+        if link.is_symlink() and not is_inside(link, folder):
+            raise LogError(
+                f"{link} is a link that leads out of {folder}, to {os.path.realpath(link)}: no command follows or "
+                "makes such links; name a copy of the folder without it"
+            )
 
 
 def find_run(name: str, where: Where) -> Path:

@@ -20,8 +20,8 @@ def as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
     Has no effect outside the main thread, the only one that handles signals.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    heard = [number for number in numbers if is_main and signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, _interrupt) for number in heard}
+    handled = [number for number in numbers if is_main and signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _interrupt) for number in handled}
     try:
         yield
     finally:
@@ -30,17 +30,17 @@ def as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def never_lost() -> Iterator[None]:
+def deferring_interrupt() -> Iterator[None]:
     """Defers a Ctrl-C that arrives while a process is being started to the end of the block; others act at once.
 
     Python drops exceptions that leave its fork hooks: a KeyboardInterrupt raised there would be lost, and the lock of
     `logging` would stay held.
     """
-    pressed = False
+    is_pressed = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed = True
+        nonlocal is_pressed
+        is_pressed = True
         while frame is not None and frame.f_code is not subprocess.Popen.__init__.__code__:
             frame = frame.f_back
         if frame is None:
@@ -50,12 +50,12 @@ def never_lost() -> Iterator[None]:
         try:
             yield
         finally:
-            if pressed:
+            if is_pressed:
                 raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def nothing_begun() -> Iterator[None]:
+def exiting_on_interrupt() -> Iterator[None]:
     """Makes Ctrl-C end the process at once inside the block, with one line and status 130, unless it is ignored.
 
     A KeyboardInterrupt would come out of whatever module is being imported, or be lost there.

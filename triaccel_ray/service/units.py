@@ -22,8 +22,8 @@ def parse_bytes(text: str, name: str = "amount of memory") -> int:
         ValueError: `text` is not such an amount; the message calls it `name`.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = {name.lower(): factor for name, factor in _FACTORS.items()}.get(match[2].lower()) if match else None
-    amount = float(match[1]) * unit if match and unit else 0.0
+    factors = {unit.lower(): factor for unit, factor in _FACTORS.items()}
+    amount = float(match[1]) * factors.get(match[2].lower(), 0) if match else 0.0
     if not 1 <= amount < math.inf:
         raise ValueError(f"{name} = {text!r}: must be a positive number with a unit, such as 2GiB or 1500MB")
     return int(amount)

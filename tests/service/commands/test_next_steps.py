@@ -11,7 +11,7 @@ from tests.service.stores import free_port
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.cluster.head_watch import HeadLostError
 from triaccel_ray.service.commands import recording as recorder
-from triaccel_ray.service.commands.next_steps import point_to, resumable, resume_words
+from triaccel_ray.service.commands.next_steps import command_to_resume, point_to, resumable
 from triaccel_ray.service.commands.recording import recording
 from triaccel_ray.service.storage.layout import SPEC
 from triaccel_ray.service.storage.storage_path import StoragePath
@@ -22,7 +22,7 @@ def test_a_run_of_a_comparison_is_named_in_its_storage_folder(tmp_path: Path) ->
     storage = StoragePath(str(tmp_path))
     other = tmp_path / "other" / "versus"
     for place, name in ((storage / "versus" / "amp-seed0", "versus/amp-seed0"), (StoragePath.of(other), other)):
-        words = resume_words(place, Where(storage_path=storage), "x", "x")
+        words = command_to_resume(place, Where(storage_path=storage), "x", "x")
         assert words == f"triaccel resume {name} --storage-path {tmp_path}"
 
 

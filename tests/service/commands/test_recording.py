@@ -42,21 +42,21 @@ def note(run: Path, **changes: str | None) -> None:
 
 def test_the_experiment_is_that_of_the_run(run: Path, sqlite_tracker: Tracker, experiment: str) -> None:
     assert json.loads((run / SHIPPED).read_text())["experiment"] == experiment
-    assert experiment_of(sqlite_tracker, run, given=None, usual="usual") == experiment
-    assert experiment_of(sqlite_tracker, run, given=experiment, usual="usual") == experiment
+    assert experiment_of(sqlite_tracker, run, given=None, default="usual") == experiment
+    assert experiment_of(sqlite_tracker, run, given=experiment, default="usual") == experiment
     with pytest.raises(ValueError, match=r"experiment = 'other': run is recorded in .*; leave it out"):
-        experiment_of(sqlite_tracker, run, given="other", usual="usual")
+        experiment_of(sqlite_tracker, run, given="other", default="usual")
     sqlite_tracker.client.rename_experiment(sqlite_tracker.experiment_id(experiment), f"{experiment} renamed")
-    assert experiment_of(sqlite_tracker, run, given=None, usual="usual") == f"{experiment} renamed"
+    assert experiment_of(sqlite_tracker, run, given=None, default="usual") == f"{experiment} renamed"
 
 
 def test_another_store_gets_the_experiment_of_the_same_name(run: Path, experiment: str, tmp_path: Path) -> None:
     other = Tracker(f"http://127.0.0.1:{free_port()}", tmp_path)
-    assert experiment_of(other, run, given=None, usual="usual") == experiment
-    assert experiment_of(other, run, given="another", usual="usual") == "another"
+    assert experiment_of(other, run, given=None, default="usual") == experiment
+    assert experiment_of(other, run, given="another", default="usual") == "another"
     note(run, experiment=None)
-    assert experiment_of(other, run, given=None, usual="usual") == "usual"
-    assert experiment_of(other, tmp_path / "new", given=None, usual="usual") == "usual"
+    assert experiment_of(other, run, given=None, default="usual") == "usual"
+    assert experiment_of(other, tmp_path / "new", given=None, default="usual") == "usual"
 
 
 def test_the_store_is_that_of_the_run(

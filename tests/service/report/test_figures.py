@@ -24,7 +24,7 @@ from tests.service.build import CONTROL, RESNET, SMALL, SimulatedRun
 from triaccel_ray.records.events import Epoch, Event, Start, Tick, read_events
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Fault, FaultKind, Precision
-from triaccel_ray.service.report.drawing import PRECISION_COLOURS
+from triaccel_ray.service.report.drawing import PRECISION_COLORS
 from triaccel_ray.service.report.figures import PICTURES, curvature_and_lr, draw_run, precision_heatmap, run_figures
 from triaccel_ray.service.report.many_runs import Curve, front, learning_curves
 from triaccel_ray.service.report.overview import overview, step_edges
@@ -54,7 +54,7 @@ def texts(figure: Figure) -> set[str]:
 
 def overview_of(events: Sequence[Event], ticks: Sequence[Tick] | None = None) -> Figure:
     shown = of_kind(Tick, events) if ticks is None else ticks
-    return overview(of_kind(Epoch, events), shown, CONTROL.batch, Goal(), about="digits")
+    return overview(of_kind(Epoch, events), shown, CONTROL.batch, Goal(), subtitle="digits")
 
 
 def axes_titled(figure: Figure, title: str) -> Axes:
@@ -87,12 +87,12 @@ def test_a_run_has_the_pictures_that_it_has_data_for_drawn_again_where_its_log_i
 
 def test_the_heatmap_shows_each_precision_as_long_as_it_was_in_force(tmp_path: Path) -> None:
     ticks = of_kind(Tick, events_of(tmp_path, RESNET, epochs=18))
-    figure, buffer = precision_heatmap(ticks, about="digits"), io.BytesIO()
+    figure, buffer = precision_heatmap(ticks, subtitle="digits"), io.BytesIO()
     figure.savefig(buffer)
     pixels = np.asarray(Image.open(buffer).convert("RGB")).astype(int).reshape(-1, 3)
     areas, counts = {}, {}
-    for level, colour in PRECISION_COLOURS.items():
-        rgb = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
+    for level, color in PRECISION_COLORS.items():
+        rgb = [int(color[place : place + 2], 16) for place in (1, 3, 5)]
         areas[level] = (np.abs(pixels - rgb).max(axis=1) <= 2).sum()
         counts[level] = sum(list(tick.observation.plan.precision.values()).count(level) for tick in ticks)
     for level in Precision:
@@ -179,8 +179,8 @@ def test_labels_of_the_memory_limits_are_apart(tmp_path: Path, rho_low: float, i
 def test_curvature_is_coloured_by_depth(tmp_path: Path) -> None:
     figure = curvature_and_lr(of_kind(Tick, events_of(tmp_path, RESNET, epochs=4)), CONTROL.curvature)
     upper, _, bar = figure.axes
-    colours = [line.get_color() for line in upper.lines[: len(RESNET)]]
-    assert len({tuple(colour) for colour in colours}) == len(RESNET)
+    colors = [line.get_color() for line in upper.lines[: len(RESNET)]]
+    assert len({tuple(color) for color in colors}) == len(RESNET)
     assert {"input", "output", "conv1", "fc", "tau_curv"} <= texts(figure)
     assert bar.get_ylim()[0] > bar.get_ylim()[1]
     low = curvature_and_lr(of_kind(Tick, events_of(tmp_path / "low")), replace(CONTROL.curvature, tau_curv=1e9))
@@ -201,11 +201,11 @@ def test_no_eigenvalue_above_zero_is_said(tmp_path: Path, measured: bool) -> Non
 def test_curves_of_many_runs_go_over_epochs_and_seconds(tmp_path: Path) -> None:
     epochs = of_kind(Epoch, events_of(tmp_path, epochs=4))
     curves = [
-        Curve(label="trial", colour="#0072B2", epochs=epochs),
-        Curve(label="trial", colour="#0072B2", epochs=epochs[:2], pruned=True),
-        Curve(label="AMP", colour="#D98200", epochs=epochs),
+        Curve(label="trial", color="#0072B2", epochs=epochs),
+        Curve(label="trial", color="#0072B2", epochs=epochs[:2], pruned=True),
+        Curve(label="AMP", color="#D98200", epochs=epochs),
     ]
-    figure = learning_curves(curves, Goal(), about="a search")
+    figure = learning_curves(curves, Goal(), subtitle="a search")
     over_epochs, over_seconds = (axes_titled(figure, f"Validation accuracy over {what}") for what in ("epochs", "time"))
     assert over_epochs.lines[0].get_ydata().tolist() == [epoch.held_out(Goal()) for epoch in epochs]
     assert over_seconds.lines[0].get_xdata()[1] == pytest.approx(epochs[0].seconds + epochs[1].seconds)
@@ -215,7 +215,7 @@ def test_curves_of_many_runs_go_over_epochs_and_seconds(tmp_path: Path) -> None:
     assert speeds == [epoch.images_per_second for epoch in epochs]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["trial", "AMP"]
 
-    unseen = learning_curves([Curve(label="amp", colour="#D98200", epochs=blind(epochs))], Goal())
+    unseen = learning_curves([Curve(label="amp", color="#D98200", epochs=blind(epochs))], Goal())
     losses = axes_titled(unseen, "Training loss over epochs").lines[0].get_ydata().tolist()
     assert losses == [epoch.train_loss for epoch in epochs]
 

@@ -16,7 +16,7 @@ from triaccel_ray.model.dry_run import IN_YOUR_CODE, UserCodeError
 from triaccel_ray.service.failures import RunFailedError, cause_of
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.shared_data import share_splits
-from triaccel_ray.service.runs.trial import _portable
+from triaccel_ray.service.runs.trial import _picklable
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.registry import load_task
@@ -230,6 +230,6 @@ class UntravelledError(Exception):
 
 
 def test_an_error_that_cannot_travel_is_told_by_one_that_can() -> None:
-    told = _portable(UntravelledError(1, 2))
+    told = _picklable(UntravelledError(1, 2))
     assert (type(told), str(told)) == (RuntimeError, "UntravelledError: 1 of 2")
     assert "UntravelledError: 1 of 2" in told.__notes__[0]

@@ -16,7 +16,7 @@ from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.records.events import End, Start, read_events
 from triaccel_ray.service.failures import RunFailedError, StoreError
 from triaccel_ray.service.runs.record import read_run
-from triaccel_ray.service.runs.runs import _end_if_cut_off, _reason, run_all
+from triaccel_ray.service.runs.runs import _end_if_unfinished, _without_ray_wrapper, run_all
 from triaccel_ray.service.storage.layout import SPEC, write_value
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose, Splits, Task
@@ -68,14 +68,14 @@ def test_a_run_whose_process_had_no_time_to_end_its_log_was_stopped(tmp_path: Pa
     run.start()
     write_value(run.folder / SPEC, own_spec("digits"))
     for _ in range(2):
-        _end_if_cut_off(StoragePath.of(run.folder))
+        _end_if_unfinished(StoragePath.of(run.folder))
         assert [type(event.record) for event in read_events(run.path)] == [Start, End]
     assert read_run(run.folder).status == "stopped"
-    _end_if_cut_off(StoragePath.of(tmp_path / "nothing"))
+    _end_if_unfinished(StoragePath.of(tmp_path / "nothing"))
     assert not (tmp_path / "nothing").exists()
 
 
 def test_why_tune_gave_a_trial_up_is_told_without_rays_wrapping() -> None:
     raised = RayTaskError("train", "the traceback", StoreError("out of reach"))
-    assert str(_reason(raised.as_instanceof_cause())) == "out of reach"
-    assert str(_reason("a text")) == "a text"
+    assert str(_without_ray_wrapper(raised.as_instanceof_cause())) == "out of reach"
+    assert str(_without_ray_wrapper("a text")) == "a text"

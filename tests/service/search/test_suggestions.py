@@ -18,7 +18,7 @@ def search(folder: Path, name: str = "trials.jsonl", claim: Claim | None = None)
     return JournaledSearch(
         SPACE,
         folder / name,
-        maximised={"objective": True},
+        maximized={"objective": True},
         first=FIRST,
         num_startup=2,
         seed=0,

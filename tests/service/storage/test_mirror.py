@@ -15,16 +15,16 @@ from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.report.report import REPORT
 from triaccel_ray.service.search import search
 from triaccel_ray.service.storage import mirror
-from triaccel_ray.service.storage.copies import COMMAND, PAGES
+from triaccel_ray.service.storage.copies import COMMAND_FILES, PAGE_FILES
 from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, SETTINGS, SPEC
-from triaccel_ray.service.storage.mirror import bring, mirrored, pull_all, require_unused
+from triaccel_ray.service.storage.mirror import mirrored, pull_all, require_unused, upload
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking import shipment
 
 
 def test_the_files_of_a_command_are_those_that_its_modules_write() -> None:
     written = (search.SEARCH, comparison.COMPARISON, search.PREPARED, comparison.CHOICES, search.JOURNAL)
-    assert set(COMMAND) == {*written, SETTINGS, search.FOUND, shipment.SHIPPED, REPORT, "comparison.md"}
+    assert set(COMMAND_FILES) == {*written, SETTINGS, search.FOUND, shipment.SHIPPED, REPORT, "comparison.md"}
 
 
 def test_a_command_and_its_store_hold_the_same(machines: Machines, caplog: pytest.LogCaptureFixture) -> None:
@@ -33,7 +33,7 @@ def test_a_command_and_its_store_hold_the_same(machines: Machines, caplog: pytes
     machines.monkeypatch.setattr(mirror, "INTERVAL_S", 0.1)
     with mirrored(place):
         write(place.folder, {"search.json": "{}", EVENTS: "of the search\n", "trials.jsonl": "t0\n"})
-        bring(place, ["trials.jsonl"])
+        upload(place, ["trials.jsonl"])
         assert (there / "trials.jsonl").exists()
         write(there / "trials" / "t0", {EVENTS: "1\n", SPEC: "s", CHECKPOINT: "after 1"})
         wait_until((trial.folder / EVENTS).exists)
@@ -56,10 +56,10 @@ def test_a_command_and_its_store_hold_the_same(machines: Machines, caplog: pytes
     write(place.folder, {"trials.jsonl": "t0\nt1\n", REPORT: "a page"})
     pull_all(place)  # what is newer here stays: the store was away, perhaps
     assert held(place.folder)["trials.jsonl"] == "t0\nt1\n"
-    bring(place, PAGES)
+    upload(place, PAGE_FILES)
     assert (held(there)[REPORT], held(there)["trials.jsonl"]) == ("a page", "t0\n")
     with machines.unreachable():
-        bring(place, PAGES)
+        upload(place, PAGE_FILES)
     assert "report.html, " in caplog.text or "report.html: on this machine alone for now" in caplog.text
 
 

@@ -65,7 +65,7 @@ def test_work_in_the_background_is_done_once_the_store_is_back(
         done.set()
 
     background = Background(work, "a run")
-    background.ask()
+    background.request()
     wait_until(lambda: caplog.records)
     errors[0] = None
     done.wait()
@@ -75,10 +75,10 @@ def test_work_in_the_background_is_done_once_the_store_is_back(
         "a run: the store has everything again",
     ]
     errors[0] = TakenOverError("another process goes on")
-    background.ask()
+    background.request()
     background._thread.join()
     with pytest.raises(TakenOverError, match="another process goes on"):
-        background.ask()
+        background.request()
     assert len(caplog.records) == 2
     errors[0] = RuntimeError("nobody foresaw it")
     Background(work, "a search", interval_s=0.0)

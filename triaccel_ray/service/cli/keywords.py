@@ -58,7 +58,11 @@ class Keyword:
     @property
     def parameter(self) -> inspect.Parameter:
         """The option as a parameter of a function signature."""
-        kind = str | Path if self.kind in _PATHS else str | int if self.is_size else self.kind
+        kind = self.kind
+        if kind in _PATHS:
+            kind = str | Path
+        elif self.is_size:
+            kind = str | int
         return inspect.Parameter(
             self.name,
             inspect.Parameter.KEYWORD_ONLY,
@@ -73,7 +77,9 @@ def keywords(command: type) -> Iterator[Keyword]:
     for name, hint in get_type_hints(command, include_extras=True).items():
         if is_group(hint):
             yield from keywords(kinds[name])
-        elif tyro.conf.Positional not in (marks := getattr(hint, "__metadata__", ())):
+            continue
+        marks = getattr(hint, "__metadata__", ())
+        if tyro.conf.Positional not in marks:
             is_size = any(getattr(mark, "metavar", None) == "SIZE" for mark in marks)
             yield Keyword(name=name, kind=kinds[name], default=getattr(command, name), is_size=is_size)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from triaccel_ray.service.cli.parsing import check, parse
 from triaccel_ray.service.cli.specs import Resume, Trains, Ui
 from triaccel_ray.service.credentials import hide_credentials, without_passwords
-from triaccel_ray.service.signals import nothing_begun
+from triaccel_ray.service.signals import exiting_on_interrupt
 
 USER_ERRORS = (
     ValueError,
@@ -32,11 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # else Tune prints tables, even when silenced
     try:
-        with nothing_begun():
+        with exiting_on_interrupt():
             command = parse(arguments)
             check(command)
             if isinstance(command, Trains | Resume | Ui):  # before the imports, which take seconds
-                sys.stderr.write(f"loading {'' if isinstance(command, Ui) else 'PyTorch, Ray and '}MLflow ...\n")
+                libraries = "MLflow" if isinstance(command, Ui) else "PyTorch, Ray and MLflow"
+                sys.stderr.write(f"loading {libraries} ...\n")
                 sys.stderr.flush()
             from triaccel_ray.service.cli.execute import execute
         sys.exit(execute(command))

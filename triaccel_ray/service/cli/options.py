@@ -118,10 +118,8 @@ _TRAINING.sort(key=lambda each: each.path[0] != "recipe")
 _THRESHOLDS = [each for each in RUN_SETTINGS.values() if each.path[0] == "control" and each not in _TRAINING]
 SEARCHED = {each.name for each in dimensions()}
 """Names of the options that every search tunes."""
-_IN_THE_LOG = (
-    *("t_ctrl", "t_curv", "b_curv", "curvature", "top_k", "beta"),
-    *("clip_norm", "max_skipped_steps", "loss_scale", "loss_scale_growth_interval"),
-)
+_MEASURING = {"t_ctrl", "t_curv", "b_curv", "curvature", "top_k", "beta"}
+_IN_THE_LOG = {*_MEASURING, "clip_norm", "max_skipped_steps", "loss_scale", "loss_scale_growth_interval"}
 """Settings that act only through what is measured; the log has the measurements, so a replay does not read them."""
 
 
@@ -219,7 +217,9 @@ def settings_of_run(spec: RunSpec) -> dict[str, Any]:
         value: Any = reduce(getattr, each.path, spec)
         if value not in (None, {}):
             values[each.name] = each.shown(value)
-    return values | ({"final": True} if spec.purpose is Purpose.FINAL else {})
+    if spec.purpose is Purpose.FINAL:
+        values["final"] = True
+    return values
 
 
 def settings_text(spec: RunSpec) -> str:

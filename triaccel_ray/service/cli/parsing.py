@@ -38,26 +38,25 @@ def parse(arguments: Sequence[str] | None) -> Command:
         ValueError: the file given as --config breaks a rule.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    own = words[: words.index("--")] if "--" in words else words  # words after -- belong to another command
+    own_words = words[: words.index("--")] if "--" in words else words  # words after -- belong to another command
     try:
-        if own[:1] == ["--version"]:
+        if own_words[:1] == ["--version"]:
             number = "(not installed)"
             with contextlib.suppress(PackageNotFoundError):
                 number = version("triaccel-ray")
             sys.stdout.write(f"triaccel {number}\n")
             sys.exit(0)
-        command = [word for word in own[:1] if not word.startswith("-")]
-        if "--help-all" in own:
+        command = [word for word in own_words[:1] if not word.startswith("-")]
+        if "--help-all" in own_words:
             _parse(Command, [*command, "--help"])
-        if "--help" in own or "-h" in own:
+        if "--help" in own_words or "-h" in own_words:
             _parse(_briefly(Command) if command else Command, [*command, "--help"])
-        shown = [without_credentials(word) for word in words]
-        if shown != words:
-            _parse(Command, shown)  # reports invalid words here, without passwords in them
+        masked = [without_credentials(word) for word in words]
+        if masked != words:
+            _parse(Command, masked)  # reports invalid words here, without passwords in them
         parsed = _parse(Command, words)
-        if (every := expanded(words, parsed)) != words:
-            parsed = _parse(Command, every)
-        return parsed
+        all_words = expanded(words, parsed)
+        return parsed if all_words == words else _parse(Command, all_words)
     except BrokenPipeError:  # `triaccel search --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails, too
         sys.exit(1)

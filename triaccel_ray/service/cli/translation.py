@@ -92,13 +92,12 @@ def with_options(spec: RunSpec, options: Given) -> RunSpec:
     """
     control = {path[1:]: value for path, value in options.items() if path[0] == "control"}
     rest = {path: value for path, value in options.items() if path[0] != "control"}
-    limits = ("memory_headroom_bytes",), ("memory_budget_bytes",)
-    for limit in limits:
-        if options.keys() & limits:
-            rest.setdefault(limit, None)  # a given limit replaces one of the other kind
-    made = changed(spec, {**rest, ("control",): _with_control(spec.control, control)})
-    _require_read(made, options)
-    return made
+    limits = (("memory_headroom_bytes",), ("memory_budget_bytes",))
+    if options.keys() & limits:  # a given limit replaces one of the other kind
+        rest = {**dict.fromkeys(limits), **rest}
+    new_spec = changed(spec, {**rest, ("control",): _with_control(spec.control, control)})
+    _require_read(new_spec, options)
+    return new_spec
 
 
 def _require_read(spec: RunSpec, options: Given) -> None:
@@ -111,9 +110,10 @@ def _require_read(spec: RunSpec, options: Given) -> None:
     own = replace(spec, recipe=task.recipe, control=task.control, data_dir=None)
     for name in task.unread:
         require(name in RUN_SETTINGS, f"unread of {spec.task}", name, "must name an option of `triaccel run`")
-        path, option = RUN_SETTINGS[name].path, RUN_SETTINGS[name].option
-        given = options.get(path, default := reduce(getattr, path, own))
-        require(given == default, f"--{option}", given, f"{spec.task} does not read it; leave it out")
+        setting = RUN_SETTINGS[name]
+        default = reduce(getattr, setting.path, own)
+        value = options.get(setting.path, default)
+        require(value == default, f"--{setting.option}", value, f"{spec.task} does not read it; leave it out")
 
 
 def _with_control(control: ControlConfig, options: Given) -> ControlConfig:
@@ -125,12 +125,12 @@ def _with_control(control: ControlConfig, options: Given) -> ControlConfig:
     options = dict(options)
     if options.get(("curvature", "method"), "fisher") != "fisher":
         options.setdefault(("batch", "bound_by_noise_scale"), False)
-    size, old = options.get(("batch", "start")), control.batch
-    if size is not None:
-        step = options.get(("batch", "granularity"), old.granularity)
-        rungs_below = min((size - 1) // step, (old.start - old.minimum) // step)
-        options.setdefault(("batch", "minimum"), size - rungs_below * step)
-        options.setdefault(("batch", "maximum"), max(old.maximum, size))
+    start, batch = options.get(("batch", "start")), control.batch
+    if start is not None:
+        step = options.get(("batch", "granularity"), batch.granularity)
+        rungs_below = min((start - 1) // step, (batch.start - batch.minimum) // step)
+        options.setdefault(("batch", "minimum"), start - rungs_below * step)
+        options.setdefault(("batch", "maximum"), max(batch.maximum, start))
     return changed(control, options)
 
 
@@ -147,4 +147,4 @@ def _of_task(task: str | None, options: Given) -> RunSpec:
     """Returns the run with the task's own settings; the task is loaded with the given folder of data files."""
     assert task is not None  # checked by `parsing.check`
     folder = options.get(("data_dir",))
-    return run_spec(task, data_dir=folder and Path(folder), recipe={})
+    return run_spec(task, data_dir=None if folder is None else Path(folder), recipe={})

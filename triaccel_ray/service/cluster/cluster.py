@@ -24,7 +24,7 @@ from triaccel_ray.service.console import err
 from triaccel_ray.service.credentials import without_credentials, without_passwords
 from triaccel_ray.service.runs.environment import COMMIT_VARIABLE, commit_of
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.signals import as_interrupt, never_lost
+from triaccel_ray.service.signals import as_interrupt, deferring_interrupt
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -37,18 +37,18 @@ class ClusterUnavailableError(ValueError):
 
 
 @contextlib.contextmanager
-def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str = "") -> Iterator[None]:
+def cluster(address: str | None, *, num_cpus: int | None = None, final_hint: str = "") -> Iterator[None]:
     """Connects to the Ray cluster at `address`; if None, starts one on this machine and stops it at the end.
 
     A process that is already connected, such as a notebook's, stays so, with workers as its own `ray.init` set them up.
-    If the head is lost and the process has to be ended, `last_words` are added to the final message.
+    If the head is lost and the process has to be ended, `final_hint` is added to the final message.
 
     Raises:
         ClusterUnavailableError: nothing answers at the address, or Ray cannot start here.
         HeadLostError: the head has not answered for half a minute.
     """
     is_own = not ray.is_initialized()
-    with token_meanwhile() if is_own else contextlib.nullcontext():
+    with scoped_token_auth() if is_own else contextlib.nullcontext():
         if is_own:
             try:
                 _connect(address, num_cpus)
@@ -56,7 +56,7 @@ def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str
                 ray.shutdown()  # after Ctrl-C, say: Ray's threads would miss the token and report it
                 raise
         # Ray's own SIGTERM handler ends the process with a stack trace, before runs have ended their logs.
-        with as_interrupt(signal.SIGTERM), watching(ray.get_runtime_context().gcs_address, last_words):
+        with as_interrupt(signal.SIGTERM), watching(ray.get_runtime_context().gcs_address, final_hint):
             try:
                 yield
             finally:
@@ -65,7 +65,7 @@ def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str
 
 
 @contextlib.contextmanager
-def token_meanwhile() -> Iterator[None]:
+def scoped_token_auth() -> Iterator[None]:
     """Limits token authentication, which a Ray started here turns on in this process, to the lifetime of that Ray.
 
     Ray 2.60 leaves it on for ever. If the process next joined a cluster without tokens, it would lose all actors.
@@ -91,7 +91,7 @@ def _connect(address: str | None, num_cpus: int | None) -> None:
         COMMIT_VARIABLE: commit_of(Path.cwd()),
     }
     try:
-        with _started_here() if address is None else contextlib.nullcontext():
+        with _local_ray_settings() if address is None else contextlib.nullcontext():
             ray.init(
                 address=address or "local",
                 num_cpus=num_cpus if address is None else None,
@@ -127,7 +127,7 @@ def joined_address(given: str | None) -> str | None:
 
 
 @contextlib.contextmanager
-def _started_here() -> Iterator[None]:
+def _local_ray_settings() -> Iterator[None]:
     """Makes a Ray that starts inside the block listen on loopback alone, and gives its workers normal priority.
 
     By default its ports on Linux are open to the whole network. `_node_ip_address="127.0.0.1"` does not help: Ray
@@ -138,7 +138,7 @@ def _started_here() -> Iterator[None]:
     ray_constants.ENABLE_RAY_CLUSTER = False
     variables = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", ray_constants.RAY_WORKER_NICENESS: "0"}
     try:
-        with environment_variables(variables), never_lost():
+        with environment_variables(variables), deferring_interrupt():
             yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
@@ -153,8 +153,10 @@ def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            os.environ.pop(name, None)
-            os.environ |= {} if value is None else {name: value}
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def gpus_available() -> bool:
@@ -182,11 +184,11 @@ def gpus_of_a_run(spec: RunSpec, address: str | None) -> float:
         return gpu_fraction(spec.trials_per_gpu)
     if address is None:
         return 0.0
-    waits = spec.device == "cuda"
-    now = "now: everything trains on CPUs; with --device cuda it waits for a GPU"
-    text = f"the cluster has no GPU {'yet: runs wait until a machine with one joins' if waits else now}"
-    err.print(text, style="yellow", markup=False, soft_wrap=True)
-    return gpu_fraction(spec.trials_per_gpu) if waits else 0.0
+    num_gpus, text = 0.0, "now: everything trains on CPUs; with --device cuda it waits for a GPU"
+    if spec.device == "cuda":
+        num_gpus, text = gpu_fraction(spec.trials_per_gpu), "yet: runs wait until a machine with one joins"
+    err.print(f"the cluster has no GPU {text}", style="yellow", markup=False, soft_wrap=True)
+    return num_gpus
 
 
 def require_gpu_to_share(address: str | None, spec: RunSpec) -> None:
@@ -200,12 +202,12 @@ def require_gpu_to_share(address: str | None, spec: RunSpec) -> None:
     if spec.trials_per_gpu == 1 or (address is not None and spec.device == "cuda"):
         return
     if address is None:
-        found, where = torch.cuda.is_available(), "this machine"
+        has_gpu, where = torch.cuda.is_available(), "this machine"
     else:
         with cluster(address):
-            found, where = gpus_available(), "the cluster"
+            has_gpu, where = gpus_available(), "the cluster"
     rule = f"{where} has no GPU to share; leave it out: on CPUs as many trials run at once as there are CPUs"
-    require(found, "trials-per-gpu", spec.trials_per_gpu, rule)
+    require(has_gpu, "trials-per-gpu", spec.trials_per_gpu, rule)
 
 
 def require_reachable(address: str | None) -> None:

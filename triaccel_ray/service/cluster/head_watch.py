@@ -28,11 +28,11 @@ class HeadLostError(PreemptedError):
 
 
 @contextlib.contextmanager
-def watching(address: str, last_words: str) -> Iterator[None]:
+def watching(address: str, final_hint: str) -> Iterator[None]:
     """Interrupts the block once the cluster's head at `address` has not answered for half a minute.
 
     Acts only in the main thread, the only one that can be interrupted. If the interrupt has no effect, the process
-    prints what happened and `last_words`, and ends with exit status 1.
+    prints what happened and `final_hint`, and ends with exit status 1.
 
     Raises:
         HeadLostError: the head was lost.
@@ -40,9 +40,9 @@ def watching(address: str, last_words: str) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    over, lost = threading.Event(), threading.Event()
+    done, lost = threading.Event(), threading.Event()
     before = signal.signal(_SIGNAL, _interrupt)
-    thread = threading.Thread(target=_watch, args=(address, last_words, over, lost), name="head-watch", daemon=True)
+    thread = threading.Thread(target=_watch, args=(address, final_hint, done, lost), name="head-watch", daemon=True)
     thread.start()
     try:
         yield
@@ -51,7 +51,7 @@ def watching(address: str, last_words: str) -> Iterator[None]:
             raise
         raise HeadLostError(_message(address)) from error
     finally:
-        over.set()
+        done.set()
         thread.join()
         signal.signal(_SIGNAL, before)
 
@@ -67,9 +67,9 @@ def _message(address: str) -> str:
     )
 
 
-def _watch(address: str, last_words: str, over: threading.Event, lost: threading.Event) -> None:
+def _watch(address: str, final_hint: str, done: threading.Event, lost: threading.Event) -> None:
     silent_since_s: float | None = None  # from the first failed probe: a suspended process probes nothing
-    while not over.wait(INTERVAL_S):
+    while not done.wait(INTERVAL_S):
         if _answers(address):
             silent_since_s = None
             continue
@@ -78,8 +78,8 @@ def _watch(address: str, last_words: str, over: threading.Event, lost: threading
         if now_s - silent_since_s >= LOST_AFTER_S:
             lost.set()
             os.kill(os.getpid(), _SIGNAL)
-            if not over.wait(GRACE_S):
-                err.print(f"{_message(address)}{last_words}", style="yellow", markup=False, soft_wrap=True)
+            if not done.wait(GRACE_S):
+                err.print(f"{_message(address)}{final_hint}", style="yellow", markup=False, soft_wrap=True)
                 os._exit(1)
             return
 

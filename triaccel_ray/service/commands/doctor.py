@@ -21,8 +21,6 @@ from triaccel_ray.service.console import out
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 PACKAGES = ("torch", "torchvision", "triton", "ray", "mlflow", "optuna", "nvidia-ml-py", "scikit-learn", "rich")
-
-
 Verdict: TypeAlias = Literal["ok", "note", "problem"]
 """Outcome of a check; `note`: it works, with limitations."""
 Finding: TypeAlias = tuple[Verdict, str]
@@ -36,7 +34,8 @@ def show_findings(storage: StoragePath, tracking_uri: str | None, address: str |
     for subject, verdict, text in examine(storage, tracking_uri, address):
         out.print(f"{verdict:8}", style=_STYLES[verdict], end="")
         out.print(f" {subject:22} {text}", soft_wrap=True)
-        status = 1 if verdict == "problem" else status
+        if verdict == "problem":
+            status = 1
     return status
 
 
@@ -51,8 +50,9 @@ def examine(storage: StoragePath, tracking_uri: str | None, address: str | None)
         "ray starts": partial(_ray, address),
         "mlflow store": partial(_tracking, storage, tracking_uri),
         "disk": partial(_disk, storage.folder),
-        **({} if storage.uri is None else {"storage": partial(_store, storage.uri)}),
     }
+    if storage.uri is not None:
+        checks["storage"] = partial(_store, storage.uri)
     from triaccel_ray.service.cluster.cluster import ClusterUnavailableError
     from triaccel_ray.service.failures import StoreError
     from triaccel_ray.service.tracking.tracking import TrackingUnavailableError
@@ -78,7 +78,7 @@ def _gpu() -> Finding:
 
     if not torch.cuda.is_available():
         return "note", "none visible to PyTorch: everything runs on the CPU, where FP16 is emulated and slow"
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     bf16 = "BF16 in hardware" if torch.cuda.is_bf16_supported(including_emulation=False) else "no BF16: FP16 and FP32"
     return "ok", f"{', '.join(names)}; {bf16}; CUDA {torch.version.cuda}"
 
@@ -126,8 +126,8 @@ def _ray(address: str | None) -> Finding:
         if address is None:  # keeps its files in a temporary folder, and its token out of ~/.ray
             folder = TemporaryDirectory(prefix="d", dir=os.environ.get("RAY_TMPDIR"), ignore_cleanup_errors=True)
             token = os.environ.get("RAY_AUTH_TOKEN", token_hex(32))
-            own = {"RAY_TMPDIR": stack.enter_context(folder), "RAY_AUTH_TOKEN": token}
-            stack.enter_context(environment_variables(own))
+            variables = {"RAY_TMPDIR": stack.enter_context(folder), "RAY_AUTH_TOKEN": token}
+            stack.enter_context(environment_variables(variables))
         stack.enter_context(cluster(address))
         resources = ray.cluster_resources()
         return "ok", f"{ray.__version__}, {resources.get('CPU', 0):.0f} CPUs, {resources.get('GPU', 0):.0f} GPUs"

@@ -18,10 +18,10 @@ from triaccel_ray.service.tracking.shipped import read_shipped
 from triaccel_ray.service.tracking.tracking import Tracker
 
 
-def deliver_model(run: RunRecord, place: StoragePath, tracker: Tracker, words: str) -> bool:
+def deliver_model(run: RunRecord, place: StoragePath, tracker: Tracker, resume_command: str) -> bool:
     """Prints where the trained model of a finished run is, and registers it if the run has `register` set.
 
-    Returns False if registering failed. The run still counts as finished, and `words` is the command that retries.
+    Returns False if registering failed. The run still counts as finished, and `resume_command` retries.
     """
     if run.end is None or run.end.kept_epoch is None:
         return True
@@ -38,7 +38,7 @@ def deliver_model(run: RunRecord, place: StoragePath, tracker: Tracker, words: s
         version = register(tracker, shipped.run_id, name, lambda: trained_model(run, place), tags)
     except Exception as error:  # from MLflow, its store, the network, the disk, or the task's own code
         text = tracker.mask(f"{type(error).__name__}: {error}")
-        text = f"the model is not registered as {name} ({text}). Nothing is lost: `{words}` registers it"
+        text = f"the model is not registered as {name} ({text}). Nothing is lost: `{resume_command}` registers it"
         err.print(text, style="yellow", soft_wrap=True)
         return False
     out.print(f"          models:/{name}/{version} in {tracker.display_uri}", soft_wrap=True)

@@ -22,18 +22,21 @@ from triaccel_ray.service.tracking.tracking import Tracker
 ONCE_IT_IS_BACK = "; once it is there again:"
 
 
-def resume_words(place: StoragePath, where: Where, experiment: str, usual: str) -> str:
-    """Returns the command that resumes what is at `place`; the default experiment, `usual`, is left out."""
-    is_named = place.uri is not None or StoragePath(place.storage).folder == where.storage_path.folder
-    name = place.name if is_named else str(place.folder)
-    address = () if where.address is None else ("--address", display_address(where.address))
-    own = () if experiment == usual else ("--experiment", experiment)
-    return shlex.join(["triaccel", "resume", name, *_storage_words(where), *_tracking_words(where), *address, *own])
+def command_to_resume(place: StoragePath, where: Where, experiment: str, default: str) -> str:
+    """Returns the command that resumes what is at `place`; `--experiment` is left out if it equals `default`."""
+    is_in_storage = place.uri is not None or StoragePath(place.storage).folder == where.storage_path.folder
+    name = place.name if is_in_storage else str(place.folder)
+    options = [*_storage_option(where), *_tracking_option(where)]
+    if where.address is not None:
+        options += ["--address", display_address(where.address)]
+    if experiment != default:
+        options += ["--experiment", experiment]
+    return shlex.join(["triaccel", "resume", name, *options])
 
 
 @contextlib.contextmanager
-def resumable(words: str, place: StoragePath) -> Iterator[None]:
-    """Adds `words`, the command that resumes what is at `place`, to the message of a Ctrl-C or a lost head.
+def resumable(resume_command: str, place: StoragePath) -> Iterator[None]:
+    """Adds `resume_command`, the command that resumes what is at `place`, to the message of a Ctrl-C or a lost head.
 
     After Ctrl-C, a run that has not written its settings yet cannot be resumed, and the message says so.
 
@@ -46,39 +49,40 @@ def resumable(words: str, place: StoragePath) -> Iterator[None]:
     except KeyboardInterrupt:
         text = f"stopped; nothing was trained, and there is no {place.base_name} yet"
         if any((place.folder / name).exists() for name in (SPEC, SEARCH, COMPARISON)):
-            text = f"stopped; to go on from the last checkpoint:\n{words}"
+            text = f"stopped; to go on from the last checkpoint:\n{resume_command}"
         raise KeyboardInterrupt(text) from None
     except HeadLostError as error:
-        raise HeadLostError(f"{error}{ONCE_IT_IS_BACK}\n{words}") from error
+        raise HeadLostError(f"{error}{ONCE_IT_IS_BACK}\n{resume_command}") from error
 
 
 def print_outcome(run: RunRecord) -> None:
     """Prints how a run that is being resumed failed, and what happens now; prints nothing if it did not fail."""
     if run.end is None or run.end.status != "failed":
         return
-    follows = "the same settings would end the same way: nothing is trained; try others, such as a smaller --lr"
+    consequence = "the same settings would end the same way: nothing is trained; try others, such as a smaller --lr"
     if run.end.cause == "out_of_memory":
-        follows = "trying again from its last checkpoint, for there may be more memory now"
+        consequence = "trying again from its last checkpoint, for there may be more memory now"
     err.print(f"{run.name} {run.status}: {run.end.message}", style="yellow", soft_wrap=True)
-    err.print(follows, soft_wrap=True)
+    err.print(consequence, soft_wrap=True)
 
 
 def point_to(place: StoragePath, where: Where) -> None:
     """Prints where results are kept, and the commands that show them."""
     shown = without_credentials(tracking_uri_of(where.storage_path, where.tracking_uri))
-    storage = _storage_words(where)
+    storage = _storage_option(where)
     copy = "" if place.uri is None else f" (working copy: {place.folder})"
     report = shlex.join(["triaccel", "report", place.base_name, *storage])
-    runs = shlex.join(["triaccel", "ui", *storage, *_tracking_words(where)])
+    ui = shlex.join(["triaccel", "ui", *storage, *_tracking_option(where)])
     out.print(f"files:    {place}{copy}\nrecorded: {shown}", soft_wrap=True)
-    out.print(f"next:     {report}\n          {runs}", soft_wrap=True)
+    out.print(f"next:     {report}\n          {ui}", soft_wrap=True)
 
 
-def _storage_words(where: Where) -> tuple[str, ...]:
+def _storage_option(where: Where) -> tuple[str, ...]:
     return () if where.storage_path == Where().storage_path else ("--storage-path", where.storage_path.storage)
 
 
-def _tracking_words(where: Where) -> tuple[str, ...]:
+def _tracking_option(where: Where) -> tuple[str, ...]:
     """Returns the option --tracking-uri without user and password, because printed text ends up in logs."""
-    uri = where.tracking_uri
-    return () if uri is None else ("--tracking-uri", Tracker(uri, where.storage_path.folder).display_uri)
+    if where.tracking_uri is None:
+        return ()
+    return "--tracking-uri", Tracker(where.tracking_uri, where.storage_path.folder).display_uri

@@ -31,10 +31,8 @@ MAX_LINES = 100
 """Epochs of a run that are printed one by one; of longer runs every second, third, ... epoch is printed."""
 MAX_ROWS = 15
 """Runs shown in the table: running ones first, then the best."""
-_PLACES = {"running": 0, "starting": 1, "finished": 2}
+_STATE_RANKS = {"running": 0, "starting": 1, "finished": 2}
 """State -> rank in the table; other states come last, since the score of a pruned trial is an early one."""
-
-
 HEADER = ("epoch", "samples/s", "batch", "memory", "layers", "loss", "held out", "score")
 
 
@@ -57,7 +55,9 @@ class _Run:
 
     @property
     def state(self) -> str:
-        return self.end.status if self.end is not None else "starting" if self.start is None else "running"
+        if self.end is not None:
+            return self.end.status
+        return "starting" if self.start is None else "running"
 
     def setting(self, name: str) -> int:
         """Returns an integer parameter from the start record of the run; 0 if it is unknown."""
@@ -66,8 +66,8 @@ class _Run:
 
     def figures(self, goal: Goal) -> Figures | None:
         """Returns the final figures, or those of the last epoch; None if the run was not evaluated yet."""
-        epochs, results = ([] if self.epoch is None else [self.epoch]), ({} if self.end is None else self.end.results)
-        return figures_of(epochs, goal, results)
+        epochs = [] if self.epoch is None else [self.epoch]
+        return figures_of(epochs, goal, {} if self.end is None else self.end.results)
 
     def cells(self, goal: Goal) -> list[str]:
         """Returns the texts below HEADER, from the last tick or the last epoch, whichever is newer."""
@@ -80,12 +80,15 @@ class _Run:
             done, batch, used_bytes = seen.epoch, tick.decision.plan.batch_size, seen.memory.window_peak_bytes
             rate = 1e3 * seen.plan.batch_size / seen.step_ms if seen.step_ms else rate
         limit_bytes = self.setting("memory_limit_bytes")
+        memory = format_bytes(used_bytes)
+        if limit_bytes:
+            memory += f" of {format_bytes(limit_bytes)}"
         levels = Counter(tick.decision.plan.precision.values()) if tick is not None else {}
         return [
             f"{done:.1f}/{self.setting('recipe.epochs')}" if done else "",
             f"{rate:,.0f}" if rate else "",
             str(batch or ""),
-            format_bytes(used_bytes) + (f" of {format_bytes(limit_bytes)}" if limit_bytes else "") if done else "",
+            memory if done else "",
             " ".join(f"{levels[level]} {level.value}" for level in Precision if level in levels),
             "" if epoch is None else f"{epoch.train_loss:.4f}",
             "" if figures is None else goal.named(figures.metric),
@@ -115,7 +118,7 @@ class Progress:
         self._goal, self._each_epoch, self._num_trials = goal, each_epoch, num_trials
         self._runs = {name: _Run() for name in self._names}
         self._tails: dict[Path, LogTail] = {}
-        self._said: set[int] = set()
+        self._seen: set[int] = set()
         self._last_reason = ""
         self._err = console.err
         self._live: Live | None = None
@@ -128,7 +131,7 @@ class Progress:
         """Shows the title at once and starts following; records already in the logs are not printed."""
         self._read()
         self._has_begun = True
-        self._say(self._title)
+        self._print_line(self._title)
         if self._live is not None:
             self._live.start(refresh=True)
         self._thread.start()
@@ -156,9 +159,9 @@ class Progress:
             with contextlib.suppress(LogError):  # the report shows that a log is damaged
                 for lines in tail.blocks():
                     for line in lines:
-                        self._take(path.parent.name, line)
+                        self._process_line(path.parent.name, line)
 
-    def _take(self, name: str, line: bytes) -> None:
+    def _process_line(self, name: str, line: bytes) -> None:
         run = self._runs.setdefault(name, _Run())
         if b'"kind":"tick"' in line:
             run.tick_line = line
@@ -172,32 +175,35 @@ class Progress:
                 run.epoch = record
             case End():
                 run.end = record
-        is_known = hash((name, line)) in self._said  # a truncated log is read again
-        self._said.add(hash((name, line)))
+        key = hash((name, line))
+        is_known = key in self._seen  # a truncated log is read again
+        self._seen.add(key)
         if is_known or not self._has_begun:
             return
         if isinstance(record, Interruption):
-            self._say(f"{name}: {record.message}")
+            self._print_line(f"{name}: {record.message}")
         elif isinstance(record, Epoch) and self._each_epoch:
             num_epochs = run.setting("recipe.epochs")
-            if record.epoch in (1, num_epochs) or record.epoch % max(math.ceil(num_epochs / MAX_LINES), 1) == 0:
-                self._say(self._so_far(run))
+            interval = max(math.ceil(num_epochs / MAX_LINES), 1)
+            if record.epoch in (1, num_epochs) or record.epoch % interval == 0:
+                self._print_line(self._row_as_text(run))
         elif isinstance(record, End):
-            self._say_end(name, record, run)
+            self._print_end(name, record, run)
 
-    def _say_end(self, name: str, end: End, run: _Run) -> None:
-        number = f"{self._num_ended}/{self._num_trials} " if self._num_trials else ""
-        text = self._so_far(run)
+    def _print_end(self, name: str, end: End, run: _Run) -> None:
+        counter = f"{self._num_ended}/{self._num_trials} " if self._num_trials else ""
+        text = self._row_as_text(run)
         if end.status == "failed":
             reason = end.message.partition("\n")[0]
-            text, self._last_reason = "likewise" if reason == self._last_reason else reason, reason
-        self._say(f"{number}{name} {end.status}: {text}".removesuffix(": "))
+            text = "likewise" if reason == self._last_reason else reason
+            self._last_reason = reason
+        self._print_line(f"{counter}{name} {end.status}: {text}".removesuffix(": "))
 
-    def _say(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         if self._live is None:
             self._err.print(line, soft_wrap=True)
 
-    def _so_far(self, run: _Run) -> str:
+    def _row_as_text(self, run: _Run) -> str:
         """Returns the run's row of the table, as one line."""
         return ", ".join(f"{name} {text}" for name, text in zip(HEADER, run.cells(self._goal), strict=True) if text)
 
@@ -207,7 +213,9 @@ class Progress:
 
     def _table(self) -> Table:
         num_runs = self._num_trials or len(self._runs)
-        runs = sorted(self._runs.items(), key=self._rank) if len(self._runs) > MAX_ROWS else list(self._runs.items())
+        runs = list(self._runs.items())
+        if len(runs) > MAX_ROWS:
+            runs.sort(key=self._rank)
         grid = Grid(
             header=("run", "state", *HEADER),
             rows=[(name, run.state, *run.cells(self._goal)) for name, run in runs[:MAX_ROWS]],
@@ -217,7 +225,7 @@ class Progress:
         )
         return rich_table(grid, to=self._err)
 
-    def _rank(self, named: tuple[str, _Run]) -> tuple[int, float, str]:
-        name, run = named
+    def _rank(self, item: tuple[str, _Run]) -> tuple[int, float, str]:
+        name, run = item
         figures = run.figures(self._goal)
-        return _PLACES.get(run.state, 3), 0.0 if figures is None else -figures.score, name
+        return _STATE_RANKS.get(run.state, 3), 0.0 if figures is None else -figures.score, name

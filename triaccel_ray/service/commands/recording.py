@@ -54,22 +54,22 @@ def with_recorded_store(folder: Path, where: Where) -> Where:
     return where
 
 
-def experiment_of(tracker: Tracker, folder: Path, *, given: str | None, usual: str) -> str:
-    """Returns the experiment that holds the run of `folder`; for a new run `given`, else `usual`.
+def experiment_of(tracker: Tracker, folder: Path, *, given: str | None, default: str) -> str:
+    """Returns the experiment that holds the run of `folder`; for a new run `given`, else `default`.
 
     Raises:
         ValueError: the run is in another experiment than `given`.
     """
     shipped = read_shipped(folder)
     if shipped is None:
-        return given or usual
-    is_here = shipped.store == tracker.display_uri
-    there = tracker.experiment_of(shipped.run_id) if is_here and shipped.run_id is not None else None
-    if there is None:  # will be recorded again, in another store
-        return given or shipped.experiment or usual
-    rule = f"{folder.name} is recorded in {there!r}, and MLflow moves no run to another experiment; leave it out"
-    require(given in (None, there), "experiment", given, rule)
-    return there
+        return given or default
+    is_in_store = shipped.store == tracker.display_uri
+    current = tracker.experiment_of(shipped.run_id) if is_in_store and shipped.run_id is not None else None
+    if current is None:  # will be recorded again, in another store
+        return given or shipped.experiment or default
+    rule = f"{folder.name} is recorded in {current!r}, and MLflow moves no run to another experiment; leave it out"
+    require(given in (None, current), "experiment", given, rule)
+    return current
 
 
 def _is_in_named_store(shipped: Shipped) -> bool:
@@ -105,23 +105,23 @@ def search_parent(spec: SearchSpec, folder: Path) -> Parent:
     def closing_tags() -> dict[str, str]:
         record = read_search(folder)
         best, prepared = best_trial(record), record.prepared
-        found = {} if best is None else {"best_trial": best.name}
+        results = {} if best is None else {"best_trial": best.name}
         if prepared is not None and prepared.headroom_bytes is not None:
-            found["memory_headroom"] = format_bytes(prepared.headroom_bytes)
-        return found
+            results["memory_headroom"] = format_bytes(prepared.headroom_bytes)
+        return results
 
-    pruned = folder / JOURNAL
-    return Parent(name=folder.name, tags=tags, pruned=lambda: ended_trials(pruned), closing_tags=closing_tags)
+    journal = folder / JOURNAL
+    return Parent(name=folder.name, tags=tags, pruned=lambda: ended_trials(journal), closing_tags=closing_tags)
 
 
 @contextlib.contextmanager
 def recording(
-    tracker: Tracker, root: Path, words: str, *, experiment: str, parent: Parent | None = None
+    tracker: Tracker, root: Path, resume_command: str, *, experiment: str, parent: Parent | None = None
 ) -> Iterator[None]:
     """Ships the logs below `root` to the tracking store in the background, and the rest of them at the end.
 
     A failing store neither stops nor slows the work. If records are missing at the end, a message says so and names
-    `words`, the command that ships them.
+    `resume_command`, the command that ships them.
     """
     shipper = Shipper(tracker, root, experiment=experiment, parent=parent)
     shipper.start()
@@ -135,7 +135,7 @@ def recording(
         if not shipper.finish(timeout_s):
             err.print(
                 f"not everything is recorded in {tracker.display_uri}: {shipper.last_error}\n"
-                f"Some records still wait. Nothing is lost: `{words}` records them once the store answers.",
+                f"Some records still wait. Nothing is lost: `{resume_command}` records them once the store answers.",
                 style="yellow",
                 soft_wrap=True,
             )
@@ -143,23 +143,24 @@ def recording(
 
 @contextlib.contextmanager
 def recording_parent(
-    tracker: Tracker, folder: Path, words: str, experiment: str, control: ControlConfig, parent: Parent
+    tracker: Tracker, folder: Path, resume_command: str, experiment: str, control: ControlConfig, parent: Parent
 ) -> Iterator[EventLog]:
     """Yields the event log of a search or comparison as a whole, and records everything below its folder.
 
-    Interrupted work ends the log too, so that nothing stays "running" for ever. Resuming, by the command `words`,
-    removes that end.
+    Interrupted work ends the log too, so that nothing stays "running" for ever. Resuming removes that
+    end.
     """
     with reporting_full_disk(folder):
         log = EventLog(folder / EVENTS, keep=1 if has_begun(folder) else 0)
         if log.num_records == 0:
             log.append(Start(control=control, info=parent.tags))
-    with recording(tracker, folder, words, experiment=experiment, parent=parent):
+    with recording(tracker, folder, resume_command, experiment=experiment, parent=parent):
         try:
             yield log
         except BaseException as error:
-            stopped = isinstance(error, KeyboardInterrupt)
-            end = End(status="stopped") if stopped else End(status="failed", cause=cause_of(error), message=str(error))
+            end = End(status="failed", cause=cause_of(error), message=str(error))
+            if isinstance(error, KeyboardInterrupt):
+                end = End(status="stopped")
             # The disk is full, perhaps, or another process took over: the error that is raised says so.
             with contextlib.suppress(OSError, TakenOverError):
                 log.append(end)

@@ -47,32 +47,33 @@ def verdict(run: RunRecord, control: ControlConfig) -> Iterator[str]:
     is_own = control == run.start.control
     if result.diverged_at is None:
         pairs = enumerate(zip(result.decisions, run.ticks, strict=True))
-        differing = [index for index, (now, tick) in pairs if now != tick.decision] if is_own else []
-        if differing:
+        differing = [index for index, (replayed, tick) in pairs if replayed != tick.decision]
+        if is_own and differing:
             yield f"plans are the same, but at tick {differing[0]} reasons or what was remembered differ from the log"
             yield _OTHER_VERSION
         else:
             under = "its own configuration" if is_own else "the other thresholds"
             yield f"{len(run.ticks)} ticks replayed under {under}: every decision is the same"
         return
-    tick, now = run.ticks[result.diverged_at], result.decisions[-1]
+    tick, replayed = run.ticks[result.diverged_at], result.decisions[-1]
     yield (
         f"first difference at tick {result.diverged_at} (step {tick.observation.step}); what follows would have been "
         "another run, so the replay ends here"
     )
     if is_own:
         yield _OTHER_VERSION
-    yield from _differences(tick.decision.plan, now.plan)
-    for reason in now.reasons:
+    yield from _differences(tick.decision.plan, replayed.plan)
+    for reason in replayed.reasons:
         yield f"  because {reason.subject}: {reason.text}"
 
 
-def _differences(recorded: Plan, now: Plan) -> Iterator[str]:
-    if now.batch_size != recorded.batch_size:
-        yield f"  batch size: recorded {recorded.batch_size}, now {now.batch_size}"
-    for name, level in now.precision.items():
+def _differences(recorded: Plan, replayed: Plan) -> Iterator[str]:
+    if replayed.batch_size != recorded.batch_size:
+        yield f"  batch size: recorded {recorded.batch_size}, now {replayed.batch_size}"
+    for name, level in replayed.precision.items():
         if level is not recorded.precision[name]:
             yield f"  {name}: recorded {recorded.precision[name].value}, now {level.value}"
-    for name, scale in now.lr_scale.items():
-        if scale != recorded.lr_scale.get(name, 1.0):
-            yield f"  {name}: recorded learning rate times {recorded.lr_scale.get(name, 1.0):.4g}, now {scale:.4g}"
+    for name, scale in replayed.lr_scale.items():
+        old_scale = recorded.lr_scale.get(name, 1.0)
+        if scale != old_scale:
+            yield f"  {name}: recorded learning rate times {old_scale:.4g}, now {scale:.4g}"

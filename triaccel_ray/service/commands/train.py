@@ -12,7 +12,7 @@ from pathlib import Path
 
 import ray
 
-from triaccel_ray.records.events import End
+from triaccel_ray.records.events import Claim, End
 from triaccel_ray.service.cli.options import Where, settings_text
 from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search, Trains
 from triaccel_ray.service.cli.translation import spec_of
@@ -25,7 +25,7 @@ from triaccel_ray.service.cluster.cluster import (
     require_reachable,
 )
 from triaccel_ray.service.commands.model_delivery import deliver_model
-from triaccel_ray.service.commands.next_steps import ONCE_IT_IS_BACK, print_outcome, resumable, resume_words
+from triaccel_ray.service.commands.next_steps import ONCE_IT_IS_BACK, command_to_resume, print_outcome, resumable
 from triaccel_ray.service.commands.progress import Progress
 from triaccel_ray.service.commands.recording import (
     experiment_of,
@@ -57,15 +57,15 @@ from triaccel_ray.service.search.search import (
     TRIALS,
     best_trial,
     contenders,
-    found_in,
     prepare,
     read_search,
     to_be_repeated,
     tune_trials,
+    tuned_thresholds_of,
 )
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.session import find, new_name, open_tracker, require_experiment, storage_of
-from triaccel_ray.service.storage.copies import PAGES
+from triaccel_ray.service.storage.copies import PAGE_FILES
 from triaccel_ray.service.storage.layout import (
     BASELINES,
     ERROR,
@@ -75,7 +75,7 @@ from triaccel_ray.service.storage.layout import (
     write_atomically,
     write_value,
 )
-from triaccel_ray.service.storage.mirror import bring, mirrored, require_unused
+from triaccel_ray.service.storage.mirror import mirrored, require_unused, upload
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.shipper import Parent
 from triaccel_ray.service.tracking.tracking import Tracker
@@ -125,41 +125,43 @@ def carry_out(command: Trains | Resume, show: Callable[[View], object] = lambda 
     """
     where = replace(command.where, address=joined_address(command.where.address))
     if isinstance(command, Trains):
-        asked = spec_of(command)
-        place = storage_of(command.where) / new_name(command.name, *_task_and_kind(asked))
+        spec = spec_of(command)
+        place = storage_of(command.where) / new_name(command.name, *_task_and_kind(spec))
     else:
         place = find(command.name, command.where, writable=True)
         where = with_recorded_store(place.folder, where)
-        asked = _asked_before(place.folder)
+        spec = _stored_spec(place.folder)
     resume = isinstance(command, Resume)
     context = Context(place=place, where=where, experiment=command.experiment, resume=resume, show=show)
-    match asked:
+    match spec:
         case SearchSpec():
-            return _search(asked, context)
+            return _search(spec, context)
         case ComparisonSpec():
-            return _compare(asked, context)
+            return _compare(spec, context)
         case _:
-            return _train(asked, context)
+            return _train(spec, context)
 
 
-def _task_and_kind(asked: RunSpec | SearchSpec | ComparisonSpec) -> tuple[str, str]:
+def _task_and_kind(spec: RunSpec | SearchSpec | ComparisonSpec) -> tuple[str, str]:
     """Returns the words that begin the default name of a result."""
-    match asked:
+    match spec:
         case SearchSpec():
-            return asked.base.task, asked.space
+            return spec.base.task, spec.space
         case ComparisonSpec():
-            return asked.base.task, "comparison"
+            return spec.base.task, "comparison"
         case _:
-            return asked.task, asked.method
+            return spec.task, spec.method
 
 
-def _asked_before(folder: Path) -> RunSpec | SearchSpec | ComparisonSpec:
+def _stored_spec(folder: Path) -> RunSpec | SearchSpec | ComparisonSpec:
     if (folder / SEARCH).exists():
         return read_search(folder).spec
-    return read_comparison(folder).spec if (folder / COMPARISON).exists() else read_spec(folder)
+    if (folder / COMPARISON).exists():
+        return read_comparison(folder).spec
+    return read_spec(folder)
 
 
-def _prepare(spec: RunSpec, context: Context, usual: str) -> tuple[Tracker, str, str]:
+def _prepare(spec: RunSpec, context: Context, default: str) -> tuple[Tracker, str, str]:
     """Runs all checks that need no Ray; returns the tracker, the experiment and the command that resumes.
 
     Nothing is written at the place, so that a mistake does not use up the name.
@@ -173,29 +175,29 @@ def _prepare(spec: RunSpec, context: Context, usual: str) -> tuple[Tracker, str,
     if where.address is None:
         require_budget(spec)
     tracker = open_tracker(where.storage_path, where.tracking_uri)
-    experiment = experiment_of(tracker, place.folder, given=given, usual=usual)
-    return tracker, experiment, resume_words(place, where, experiment, usual)
+    experiment = experiment_of(tracker, place.folder, given=given, default=default)
+    return tracker, experiment, command_to_resume(place, where, experiment, default)
 
 
 def _train(spec: RunSpec, context: Context) -> Outcome:
     place, where, folder = context.place, context.where, context.place.folder
-    tracker, experiment, words = _prepare(spec, context, Run.experiment)
+    tracker, experiment, resume_command = _prepare(spec, context, Run.experiment)
     before = read_if_begun(folder) if context.resume else None
     if before is not None and before.has_outcome:
         print_outcome(before)
         _write_settings(spec, folder)
         if before.status != "failed (out_of_memory)":
-            with mirrored(place), recording(tracker, folder, words, experiment=experiment):
+            with mirrored(place), recording(tracker, folder, resume_command, experiment=experiment):
                 out.print(f"{folder.name} is {before.status}; recording in MLflow what is missing")
-            is_handed_over = deliver_model(before, place, tracker, words)
-            is_complete = before.status == "finished" and is_handed_over
+            is_delivered = deliver_model(before, place, tracker, resume_command)
+            is_complete = before.status == "finished" and is_delivered
             return Outcome(context=context, view=None, is_complete=is_complete)
     with (
         contextlib.nullcontext() if context.resume else claiming_name(folder),
-        resumable(words, place),
+        resumable(resume_command, place),
         mirrored(place),
-        _ray(where, words),
-        recording(tracker, folder, words, experiment=experiment),
+        _ray(where, resume_command),
+        recording(tracker, folder, resume_command, experiment=experiment),
     ):
         specs, num_gpus = {folder.name: spec}, gpus_of_a_run(spec, where.address)
         title = f"{spec.task}: {METHODS[spec.method]}"
@@ -207,8 +209,8 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
     _write_settings(spec, folder)
     view = view_run(run)
     context.show(view)
-    bring(place, PAGES)
-    return Outcome(context=context, view=view, is_complete=deliver_model(run, place, tracker, words))
+    upload(place, PAGE_FILES)
+    return Outcome(context=context, view=view, is_complete=deliver_model(run, place, tracker, resume_command))
 
 
 def _write_settings(spec: RunSpec, folder: Path) -> None:
@@ -218,70 +220,77 @@ def _write_settings(spec: RunSpec, folder: Path) -> None:
 
 def _search(spec: SearchSpec, context: Context) -> Outcome:
     base, place, where, folder = spec.base, context.place, context.where, context.place.folder
-    tracker, experiment, words = _prepare(base, context, Search.experiment)
+    tracker, experiment, resume_command = _prepare(base, context, Search.experiment)
     if not context.resume:
         begin(folder, SEARCH, spec)
     parent = search_parent(spec, folder)
-    recorded = recording_parent(tracker, folder, words, experiment, base.control, parent)
-    with resumable(words, place), mirrored(place), recorded as log:
-        with _ray(where, words):
-            num_gpus, shared = gpus_of_a_run(base, where.address), _shared(base)
-            with Progress(f"{base.task}: baselines and probe", folder / BASELINES, goal=base.goal):
-                prepared = prepare(spec, place, num_gpus=num_gpus, shared=shared)
-            title = f"{base.task}: {counted(spec.num_trials, 'trial')}"
-            with Progress(title, folder / TRIALS, goal=base.goal, num_trials=spec.num_trials):
-                tune_trials(
-                    spec, prepared, place, num_gpus=num_gpus, resume=context.resume, shared=shared, claim=log.claim
-                )
-            if todo := to_be_repeated(read_search(folder)):
-                title, again = f"{base.task}: the best trial and the baselines again", place / REPEATS
-                with Progress(title, again.folder, goal=base.goal):
-                    failed = run_all(todo, again, num_gpus=num_gpus, shared=shared, reuse_actors=True)
-                for error in failed.values():
-                    if not isinstance(error, RunFailedError):  # its failure is in its log
-                        raise error
+    recorded = recording_parent(tracker, folder, resume_command, experiment, base.control, parent)
+    with resumable(resume_command, place), mirrored(place), recorded as log:
+        with _ray(where, resume_command):
+            _run_search(spec, context, log.claim)
         record = read_search(folder)
-        if (found := found_in(record)) is not None:
+        found = tuned_thresholds_of(record)
+        if found is not None:
             write_value(folder / FOUND, found)
         view = view_search(record)
         context.show(view)
-        mistakes = {run.name: run for run in record.trials if run.end is not None and run.end.cause in MISTAKES}
+        failures: dict[str, str] = {}
+        for run in record.trials:
+            if run.end is not None and run.end.cause in MISTAKES:
+                trace = f"; the traceback is in {run.folder / ERROR}" if (run.folder / ERROR).exists() else ""
+                failures[run.name] = f"{run.name} {run.status}: {run.end.message}{trace}"
         best = best_trial(record)
         end = None if best is None else contenders(record)[best.name].end
-        log.append(_ending(mistakes, len(record.trials), {} if end is None else end.results))
-    failures = []
-    for run in mistakes.values():
-        trace = f"; the traceback is in {run.folder / ERROR}" if (run.folder / ERROR).exists() else ""
-        failures.append(f"{run.name} {run.status}: {run.end.message if run.end is not None else ''}{trace}")
+        log.append(_end_record(failures, len(record.trials), {} if end is None else end.results))
     if failures:
-        err.print("\n".join(failures), style="red", soft_wrap=True)
-        err.print(f"`{words}` tries these again", soft_wrap=True)
+        err.print("\n".join(failures.values()), style="red", soft_wrap=True)
+        err.print(f"`{resume_command}` tries these again", soft_wrap=True)
     return Outcome(
         context=context,
         view=view,
         is_complete=best is not None and not failures,
-        failures=failures,
+        failures=list(failures.values()),
         num_finished=len(record.trials) - len(failures),
     )
 
 
+def _run_search(spec: SearchSpec, context: Context, claim: Claim) -> None:
+    """Runs what is missing of a search: baselines and probe, then the trials, then repeats of short runs."""
+    base, place, folder = spec.base, context.place, context.place.folder
+    num_gpus, shared = gpus_of_a_run(base, context.where.address), _share_samples(base)
+    with Progress(f"{base.task}: baselines and probe", folder / BASELINES, goal=base.goal):
+        prepared = prepare(spec, place, num_gpus=num_gpus, shared=shared)
+    title = f"{base.task}: {counted(spec.num_trials, 'trial')}"
+    with Progress(title, folder / TRIALS, goal=base.goal, num_trials=spec.num_trials):
+        tune_trials(spec, prepared, place, num_gpus=num_gpus, resume=context.resume, shared=shared, claim=claim)
+    missing_repeats = to_be_repeated(read_search(folder))
+    if missing_repeats:
+        title = f"{base.task}: the best trial and the baselines again"
+        with Progress(title, folder / REPEATS, goal=base.goal):
+            failed = run_all(missing_repeats, place / REPEATS, num_gpus=num_gpus, shared=shared, reuse_actors=True)
+        for error in failed.values():
+            if not isinstance(error, RunFailedError):  # its failure is in its log
+                raise error
+
+
 def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
     base, place, where, folder = spec.base, context.place, context.where, context.place.folder
-    tracker, experiment, words = _prepare(base, context, Compare.experiment)
+    tracker, experiment, resume_command = _prepare(base, context, Compare.experiment)
     if not context.resume:
         begin(folder, COMPARISON, spec)
-    info = {"task": base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
-    recorded = recording_parent(tracker, folder, words, experiment, base.control, Parent(name=folder.name, tags=info))
-    with resumable(words, place), mirrored(place), recorded as log:
-        with _ray(where, words):
+    tags = {"task": base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
+    parent = Parent(name=folder.name, tags=tags)
+    recorded = recording_parent(tracker, folder, resume_command, experiment, base.control, parent)
+    with resumable(resume_command, place), mirrored(place), recorded as log:
+        with _ray(where, resume_command):
             num_gpus = gpus_of_a_run(base, where.address)
             if read_comparison(folder).choices is None:
                 title = f"{base.task}: trials on validation samples"
                 with Progress(title, folder / comparison.TRIALS, goal=base.goal):
-                    choose(spec, place, num_gpus=num_gpus, shared=_shared(trial_of(base)))
-            todo = read_comparison(folder).unfinished()
-            with Progress(f"{base.task}: comparison", folder, todo, goal=base.goal):
-                failures = run_all(todo, place, num_gpus=num_gpus)
+                    choose(spec, place, num_gpus=num_gpus, shared=_share_samples(trial_of(base)))
+            missing = read_comparison(folder).unfinished()
+            with Progress(f"{base.task}: comparison", folder, missing, goal=base.goal):
+                failures = run_all(missing, place, num_gpus=num_gpus)
         record = read_comparison(folder)
         if not record.runs and failures:
             raise next(iter(failures.values()))  # none began, most likely because of input that only actors can check
@@ -290,12 +299,12 @@ def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
             failed[name] = str(error) if isinstance(error, RunFailedError) else f"{name} failed: {error}"
         view = view_comparison(record)
         context.show(view)
-        log.append(_ending(failed, len(record.runs), summary_metrics(record)))
+        log.append(_end_record(failed, len(record.runs), summary_metrics(record)))
     for name, text in failed.items():
         err.print(text, style="red", soft_wrap=True)
         if name in record.runs and record.runs[name].has_outcome:
-            again = resume_words(place / name, where, experiment, experiment)
-            err.print(f"that is its outcome; `{again}` tries it again", soft_wrap=True)
+            retry_command = command_to_resume(place / name, where, experiment, default=experiment)
+            err.print(f"that is its outcome; `{retry_command}` tries it again", soft_wrap=True)
         if name in failures and os.environ.get("TRIACCEL_TRACEBACK"):
             err.print("".join(traceback.format_exception(failures[name])), soft_wrap=True)
     return Outcome(
@@ -307,15 +316,18 @@ def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
     )
 
 
-def _ray(where: Where, words: str) -> AbstractContextManager[None]:
-    """Prints a message and connects to Ray, which may take seconds; `words` is the command that resumes."""
-    doing = "using the" if ray.is_initialized() else "joining"
-    text = "starting Ray ..." if where.address is None else f"{doing} Ray at {display_address(where.address)} ..."
+def _ray(where: Where, resume_command: str) -> AbstractContextManager[None]:
+    """Prints a message and connects to Ray, which may take seconds; `resume_command` is the command that resumes."""
+    if where.address is None:
+        text = "starting Ray ..."
+    else:
+        verb = "using the" if ray.is_initialized() else "joining"
+        text = f"{verb} Ray at {display_address(where.address)} ..."
     err.print(text, soft_wrap=True)
-    return cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}")
+    return cluster(where.address, final_hint=f"{ONCE_IT_IS_BACK}\n{resume_command}")
 
 
-def _ending(failed: Collection[str], num_runs: int, results: Mapping[str, float]) -> End:
+def _end_record(failed: Collection[str], num_runs: int, results: Mapping[str, float]) -> End:
     """Returns the end record of a search or comparison, of which the runs `failed` can be retried."""
     if not failed:
         return End(status="finished", results=results)
@@ -323,7 +335,7 @@ def _ending(failed: Collection[str], num_runs: int, results: Mapping[str, float]
     return End(status="failed", cause="runs", message=message, results=results)
 
 
-def _shared(spec: RunSpec) -> SharedSplits | None:
+def _share_samples(spec: RunSpec) -> SharedSplits | None:
     """Returns the samples in the object store; if that fails, prints why and returns None, and each run reads them."""
     try:
         return share_splits(spec)

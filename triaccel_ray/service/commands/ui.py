@@ -79,7 +79,8 @@ def show(tracker: Tracker, host: str, port: int) -> int:
         if not is_loopback(host):
             err.print(exposure(host, port), style="yellow", soft_wrap=True)
         try:
-            socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            socket.create_server((host, port), family=family).close()
         except OSError as error:
             rule = f"cannot be listened on ({error.strerror}); choose another --port or --host"
             raise ValueError(f"host, port = {host!r}, {port}: {rule}") from error
@@ -97,10 +98,10 @@ def _serve(store_uri: str, host: str, port: int) -> int:
     """Serves the UI and returns the exit status of the server; 0 if a signal ended it."""
     # One worker and no job executor: a fifth of the memory, a third of the time to start.
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **os.environ}
-    words = ["server", "--backend-store-uri", store_uri, "--host", host, "--port", str(port), "--workers", "1"]
+    arguments = ["server", "--backend-store-uri", store_uri, "--host", host, "--port", str(port), "--workers", "1"]
     with as_interrupt(signal.SIGTERM, signal.SIGHUP):  # from a service manager, and from a closed terminal
         # A session of its own, so that Ctrl-C reaches this process alone and the server ends without a traceback.
-        server = subprocess.Popen([sys.executable, "-m", "mlflow", *words], env=environment, start_new_session=True)
+        server = subprocess.Popen([sys.executable, "-m", "mlflow", *arguments], env=environment, start_new_session=True)
         try:
             return server.wait()
         except KeyboardInterrupt:

@@ -19,6 +19,7 @@ from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.compare.comparison import (
     CHOICES,
     REFERENCE,
+    REFERENCE_TRIAL,
     TRIALS,
     Choices,
     FixedSetting,
@@ -55,18 +56,18 @@ def choose(spec: ComparisonSpec, place: StoragePath, *, num_gpus: float, shared:
     root, fixed, tuned = place / TRIALS, None, {}
     if spec.num_fixed:
         settings = sampled_settings(spec.base, precisions_where_it_runs(spec.base, num_gpus=num_gpus), spec.num_fixed)
-        runs = _ended(fixed_trials(spec, settings), root, num_gpus=num_gpus, shared=shared)
+        runs = _run_missing(fixed_trials(spec, settings), root, num_gpus=num_gpus, shared=shared)
         fixed = best_setting(settings, runs)
     if spec.num_tuned:
-        runs = _ended(tuning_trials(spec, fixed), root, num_gpus=num_gpus, shared=shared)
+        runs = _run_missing(tuning_trials(spec, fixed), root, num_gpus=num_gpus, shared=shared)
         tuned = {method: best_sample(spec, method, fixed, runs) for method in spec.all_methods}
     write_value(place.folder / CHOICES, Choices(fixed=fixed, tuned=tuned))
 
 
 def fixed_trials(spec: ComparisonSpec, settings: Sequence[FixedSetting]) -> dict[str, RunSpec]:
     """Returns the trials of the fixed settings by name, and the AMP trial that they are judged against."""
-    reference = {_trial_name(REFERENCE, 0, None): trial_of(replace(spec.base, method=REFERENCE))}
-    return {**reference, **{setting.name: trial_of(setting.onto(spec.base)) for setting in settings}}
+    trials = {REFERENCE_TRIAL: trial_of(replace(spec.base, method=REFERENCE))}
+    return trials | {setting.name: trial_of(setting.onto(spec.base)) for setting in settings}
 
 
 def tuning_trials(spec: ComparisonSpec, fixed: FixedSetting | None) -> dict[str, RunSpec]:
@@ -87,8 +88,8 @@ def trial_of(spec: RunSpec) -> RunSpec:
 
 def recipe_samples(count: int, seed: int) -> list[RecipeSample]:
     """Returns `count` samples, uniform on a logarithmic scale; the first is the recipe as it is."""
-    chance = random.Random(seed)
-    factors = [(WIDEST ** chance.uniform(-1, 1), WIDEST ** chance.uniform(-1, 1)) for _ in range(count - 1)]
+    rng = random.Random(seed)
+    factors = [(WIDEST ** rng.uniform(-1, 1), WIDEST ** rng.uniform(-1, 1)) for _ in range(count - 1)]
     return [RecipeSample(), *(RecipeSample(lr=lr, weight_decay=weight_decay) for lr, weight_decay in factors)]
 
 
@@ -114,9 +115,9 @@ def precisions_where_it_runs(spec: RunSpec, *, num_gpus: float) -> tuple[Precisi
 
 def _precisions(spec: RunSpec) -> list[str]:
     model = spec.load_task().model()
-    useless = precisions_without_benefit(spec.torch_device.type, is_compiled=False)
-    offered = [supported_precisions(layer, without=useless) for layer in find_layers(model)]
-    return [level.value for level in Precision if any(level in each for each in offered)]
+    slow = precisions_without_benefit(spec.torch_device.type, is_compiled=False)
+    supported = set().union(*(supported_precisions(layer, without=slow) for layer in find_layers(model)))
+    return [level.value for level in Precision if level in supported]
 
 
 def best_setting(settings: Sequence[FixedSetting], runs: Mapping[str, RunRecord]) -> FixedSetting:
@@ -127,20 +128,18 @@ def best_setting(settings: Sequence[FixedSetting], runs: Mapping[str, RunRecord]
     Raises:
         ValueError: AMP's trial, or every setting's, did not finish.
     """
-    amp = runs[_trial_name(REFERENCE, 0, None)]
-    require(
-        amp.status == "finished", "trial", amp.name, f"{amp.status}: the fixed settings cannot be judged without it"
-    )
+    amp = runs[REFERENCE_TRIAL]
+    rule = f"{amp.status}: the fixed settings cannot be judged without it"
+    require(amp.status == "finished", "trial", amp.name, rule)
     objective = Objective.against(amp.epochs, amp.start.goal)
-    values = {
-        setting: objective.value(run.epochs[-1].epoch, run.figures)
-        for setting in settings
-        if (run := runs[setting.name]).status == "finished" and run.figures is not None
-    }
+    values = {}
+    for setting in settings:
+        run = runs[setting.name]
+        if run.status == "finished" and run.figures is not None:
+            values[setting] = objective.value(run.epochs[-1].epoch, run.figures)
     tried = ", ".join(setting.name for setting in settings)
-    require(
-        len(values) > 0, "fixed settings", tried, "none could be trained to its end; try more, or allow more memory"
-    )
+    rule = "none could be trained to its end; try more, or allow more memory"
+    require(len(values) > 0, "fixed settings", tried, rule)
     return max(values, key=lambda setting: values[setting])
 
 
@@ -150,9 +149,9 @@ def best_sample(spec: ComparisonSpec, method: str, fixed: FixedSetting | None, r
     If no trial finished, it returns the sample that leaves the recipe as it is.
     """
     samples = recipe_samples(spec.num_tuned, spec.base.seed)
-    names = [_trial_name(method, index, fixed) for index in range(len(samples))]
     ranks = {}
-    for name, sample in zip(names, samples, strict=True):
+    for index, sample in enumerate(samples):
+        name = _trial_name(method, index, fixed)
         run = runs[name]
         if run.status == "finished" and run.end is not None:
             goal, results = run.start.goal, run.end.results
@@ -168,7 +167,7 @@ def _trial_name(method: str, index: int, fixed: FixedSetting | None) -> str:
     return fixed.name if method == FIXED and fixed is not None else f"{method}-recipe"
 
 
-def _ended(
+def _run_missing(
     specs: Mapping[str, RunSpec], place: StoragePath, *, num_gpus: float, shared: SharedSplits | None
 ) -> dict[str, RunRecord]:
     """Runs the trials that have not ended, and returns the records of all."""

@@ -26,6 +26,8 @@ CHOICES = "choices.json"
 TRIALS = "trials"
 REFERENCE = "amp"
 """The method that the others are tested against."""
+REFERENCE_TRIAL = f"{REFERENCE}-recipe"
+"""Name of its trial with the recipe as it is, which fixed settings are judged against."""
 TRAINING_SECONDS = "training_seconds"
 """Figure of a run: seconds of all its epochs, compilation, captures and changes of plan included."""
 READINGS: Mapping[str, tuple[str, str]] = {
@@ -56,8 +58,8 @@ class FixedSetting:
         measurements, becomes the square root rule.
         """
         control, batch = spec.control, spec.control.batch
-        rule = replace(batch, lr_rule="sqrt" if batch.lr_rule == "adascale" else batch.lr_rule)
-        lr = spec.recipe.lr * batch_lr_scale(rule, self.batch_size, None)
+        scaled = replace(batch, lr_rule="sqrt") if batch.lr_rule == "adascale" else batch
+        lr = spec.recipe.lr * batch_lr_scale(scaled, self.batch_size, None)
         fixed = replace(
             control,
             precision=replace(control.precision, initial=self.precision),
@@ -100,7 +102,9 @@ class Choices:
         spec = replace(base, method=method)
         if method == FIXED and self.fixed is not None:
             spec = self.fixed.onto(spec)
-        return self.tuned[method].sample.onto(spec) if method in self.tuned else spec
+        if method in self.tuned:
+            spec = self.tuned[method].sample.onto(spec)
+        return spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,9 +213,10 @@ def summary_metrics(record: Comparison) -> dict[str, float]:
 
     Each method has seven, so that all methods together stay below 60 keys. Everything else is in the tables.
     """
-    judged, metrics = record.spec.base.goal.name, {}
-    for method, results in ((method, record.results(method)) for method in record.spec.all_methods):
-        for figure in (judged, "seconds_per_epoch", "peak_gb", "score"):
+    metrics = {}
+    for method in record.spec.all_methods:
+        results = record.results(method)
+        for figure in (record.spec.base.goal.name, "seconds_per_epoch", "peak_gb", "score"):
             metrics[f"{method}/{figure}_mean"] = results.mean(figure)
             if figure != "peak_gb":
                 metrics[f"{method}/{figure}_std"] = results.deviation(figure)

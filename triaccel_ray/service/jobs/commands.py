@@ -24,11 +24,11 @@ from triaccel_ray.service.cluster.cluster import (
     environment_variables,
     require_listening,
     require_reachable,
-    token_meanwhile,
+    scoped_token_auth,
 )
 from triaccel_ray.service.console import err, out, rich_table
 from triaccel_ray.service.credentials import without_passwords
-from triaccel_ray.service.jobs.jobs import RESUME, STOP_WAIT_S, WHAT, jobs_grid, submission
+from triaccel_ray.service.jobs.jobs import RESUME_KEY, STOP_WAIT_S, WHAT_KEY, jobs_grid, submission
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
@@ -48,24 +48,24 @@ class JobError(ValueError):
 
 def submit(words: Sequence[str], *, name: str | None, address: str | None) -> int:
     """Submits `triaccel WORDS` as a job and prints how to follow and stop it."""
-    work = submission(words, name=name, folder=Path.cwd())
+    new_job = submission(words, name=name, folder=Path.cwd())
     with job_client(address) as client:
-        if any(job.submission_id == work.id for job in client.list_jobs()):
+        if any(job.submission_id == new_job.id for job in client.list_jobs()):
             raise JobError(
-                f"name = {work.id!r}: the cluster has a job of that name; choose another with --name, or see "
-                f"`triaccel logs {work.id}`"
+                f"name = {new_job.id!r}: the cluster has a job of that name; choose another with --name, or see "
+                f"`triaccel logs {new_job.id}`"
             )
         client.submit_job(
-            entrypoint=work.entrypoint,
-            submission_id=work.id,
-            runtime_env=work.runtime_env,
-            metadata={WHAT: work.what, RESUME: work.resume},
+            entrypoint=new_job.entrypoint,
+            submission_id=new_job.id,
+            runtime_env=new_job.runtime_env,
+            metadata={WHAT_KEY: new_job.what, RESUME_KEY: new_job.resume},
         )
-    for note in work.notes:
+    for note in new_job.notes:
         err.print(note, soft_wrap=True)
-    out.print(f"submitted: {work.id}", soft_wrap=True)
-    to = _to(address)
-    out.print(f"look: triaccel logs {work.id} --follow{to}    stop: triaccel stop {work.id}{to}", soft_wrap=True)
+    out.print(f"submitted: {new_job.id}", soft_wrap=True)
+    on = _address_option(address)
+    out.print(f"look: triaccel logs {new_job.id} --follow{on}    stop: triaccel stop {new_job.id}{on}", soft_wrap=True)
     return 0
 
 
@@ -90,7 +90,7 @@ def show_logs(job: str, *, follow: bool, address: str | None) -> int:
         try:
             asyncio.run(_follow(client, job))
         except KeyboardInterrupt:
-            err.print(f"no longer following; {job} goes on, `triaccel stop {job}{_to(address)}` stops it")
+            err.print(f"no longer following; {job} goes on, `triaccel stop {job}{_address_option(address)}` stops it")
             return 130
         status = _find(client, job).status.value
     err.print(f"{job}: {status}", soft_wrap=True)
@@ -118,28 +118,30 @@ def stop(job: str, *, address: str | None) -> int:
             )
         client.stop_job(job)
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        while not (found := _find(client, job)).status.is_terminal() and time.monotonic() < deadline:
+        found = _find(client, job)
+        while not found.status.is_terminal() and time.monotonic() < deadline:
             time.sleep(POLL_INTERVAL_S)
+            found = _find(client, job)
     if not found.status.is_terminal():
         err.print(f"{job} was told to stop, and has not in {STOP_TIMEOUT_S:.0f} s; see `triaccel jobs`", style="red")
         return 1
     out.print(f"{job}: {found.status.value}", soft_wrap=True)
-    resume = (found.metadata or {}).get(RESUME)
+    resume = (found.metadata or {}).get(RESUME_KEY)
     if found.status.value == "STOPPED" and resume is not None:
-        out.print(f"go on, on the cluster: triaccel submit{_to(address)} -- {resume}", soft_wrap=True)
+        out.print(f"go on, on the cluster: triaccel submit{_address_option(address)} -- {resume}", soft_wrap=True)
         out.print(f"go on, on this machine: triaccel {resume}", soft_wrap=True)
     return 0
 
 
 def _find(client: JobSubmissionClient, job: str) -> JobDetails:
-    found = {each.submission_id: each for each in client.list_jobs() if each.submission_id}
-    if job not in found:
-        names = ", ".join(list(found)[-3:]) or "none yet"
+    jobs = {each.submission_id: each for each in client.list_jobs() if each.submission_id}
+    if job not in jobs:
+        names = ", ".join(list(jobs)[-3:]) or "none yet"
         raise JobError(f"job = {job!r}: the cluster has no such job; `triaccel jobs` lists them, the last are {names}")
-    return found[job]
+    return jobs[job]
 
 
-def _to(address: str | None) -> str:
+def _address_option(address: str | None) -> str:
     return "" if address is None else f" --address {display_address(address)}"
 
 
@@ -159,7 +161,7 @@ def job_client(address: str | None) -> Iterator[JobSubmissionClient]:
     named = f"address = {display_address(address)!r}"
     logging.disable(logging.WARNING)
     try:
-        with token_meanwhile():
+        with scoped_token_auth():
             yield _connect(_reachable(address))
     except JobError:
         raise
@@ -199,7 +201,8 @@ def _reachable(address: str) -> str:
     if address.startswith(("http://", "https://")):
         host = urlsplit(address).netloc.rpartition("@")[2]
         has_port = ":" in host.rpartition("]")[2]  # the colons of an IPv6 address stand in brackets
-        require_listening(host if has_port else f"{host}:{443 if address.startswith('https') else 80}")
+        default_port = 443 if address.startswith("https") else 80
+        require_listening(host if has_port else f"{host}:{default_port}")
         return address
     require_listening(address)
     if ":" in address and "://" not in address and _speaks_http(address):

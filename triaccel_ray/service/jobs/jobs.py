@@ -16,7 +16,7 @@ from triaccel_ray.config import require
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.cli.parsing import check, expanded, parse
 from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search
-from triaccel_ray.service.cli.translation import comparison_of, run_of, search_of
+from triaccel_ray.service.cli.translation import spec_of
 from triaccel_ray.service.credentials import without_credentials
 from triaccel_ray.service.report.tables import Grid
 from triaccel_ray.service.session import checked_name, named_store, new_name, require_experiment, tracking_uri_of
@@ -30,16 +30,14 @@ if TYPE_CHECKING:
 COMMANDS = ("run", "search", "compare", "resume")
 """Commands that train; only these can be submitted to a cluster."""
 
-NEVER_TRAVELS = (
-    *(".git", ".venv", "venv", "node_modules", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"),
-    *("triaccel-runs", "mlruns", "mlflow.db"),
-)
+_CACHES = ("node_modules", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache")
+NEVER_TRAVELS = (".git", ".venv", "venv", *_CACHES, "triaccel-runs", "mlruns", "mlflow.db")
 """Names of files and folders that are not uploaded, anywhere below the working directory."""
 
 LARGEST_FILE_BYTES = 20 * 2**20
 """Larger files are taken for data or weights and are not uploaded."""
 
-WHAT, RESUME = "triaccel.what", "triaccel.resume"
+WHAT_KEY, RESUME_KEY = "triaccel.what", "triaccel.resume"
 """Metadata keys of a job: for command and task, and for the words after `triaccel` that resume it."""
 
 STOP_WAIT_S = 120
@@ -78,13 +76,7 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
         ValueError: the words are no such command, an option breaks its rule, or something makes no sense on a cluster.
         SystemExit: an option does not exist; the parser has printed a message.
     """
-    rule = f"after -- comes one of {', '.join(COMMANDS)}, as in `triaccel submit -- search digits --trials 8`"
-    require(bool(words) and words[0] in COMMANDS, "command", " ".join(words[:1]), rule)
-    command = parse(words)
-    check(command)
-    assert isinstance(command, Run | Search | Compare | Resume)
-    rule = "a job works on the cluster that runs it; name the cluster before the --"
-    require(command.where.address in (None, "auto"), "address", command.where.address, rule)
+    command = _checked_command(words)
     rule = "is no folder of a project, and would travel whole; change into the project's folder"
     require(folder not in (Path.home(), Path(folder.anchor)), "working directory", str(folder), rule)
     storage = command.where.storage_path
@@ -93,8 +85,8 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
     if not isinstance(command, Resume):  # `resume` finds the tracking store used before
         tracking_uri_of(storage, command.where.tracking_uri)
         command = replace(command, where=replace(command.where, tracking_uri=named_store(command.where.tracking_uri)))
-    tracking = _tracking_words(command.where.tracking_uri, folder)
-    notes = list(_place_notes(command.where, storage))
+    tracking = _tracking_option(command.where.tracking_uri, folder)
+    notes = list(_storage_notes(command.where, storage))
     # The words hold the options of the --config file, so the job does not need the file.
     kept = _without(expanded(words), "storage-path", "tracking-uri", "address", "name", "data-dir", "config", "from")
     stays = [] if storage.uri is not None else [storage.folder]
@@ -104,7 +96,8 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
         subject = Path(command.name).name
         job = checked_name(name) if name is not None else new_name(None, "resume", subject)
     else:
-        _require_sound(command)
+        require_experiment(command.experiment)
+        spec_of(command)  # raises errors in the options now; otherwise they would appear later, in the job's log
         subject = command.task or Path(command.source.from_ or "").name
         job = new_name(name or command.name, words[0], subject)
         target = job if command.name is None else checked_name(command.name)
@@ -117,15 +110,16 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
             kept += ["--data-dir", str(data_dir)]
             stays.append(data_dir)
             notes.append(f"data: {data_dir}, which the cluster's machines must have too")
-    places = ["--storage-path", storage.storage, *tracking]
+    where = ["--storage-path", storage.storage, *tracking]
     experiment = [] if command.experiment in (None, type(command).experiment) else ["--experiment", command.experiment]
-    excludes, large = _left_behind(folder, stays)
-    notes += [f"stays here, larger than {format_bytes(LARGEST_FILE_BYTES)}: {', '.join(large)}"] if large else []
+    excludes, large = _excluded_files(folder, stays)
+    if large:
+        notes.append(f"stays here, larger than {format_bytes(LARGEST_FILE_BYTES)}: {', '.join(large)}")
     return Submission(
         id=job,
-        entrypoint=shlex.join(["python", "-m", "triaccel_ray.service", *kept, *places, "--address", "auto"]),
+        entrypoint=shlex.join(["python", "-m", "triaccel_ray.service", *kept, *where, "--address", "auto"]),
         what=f"{words[0]} {subject}",
-        resume=shlex.join(["resume", target, *places, *experiment]),
+        resume=shlex.join(["resume", target, *where, *experiment]),
         runtime_env={
             "working_dir": str(folder),
             "excludes": excludes,
@@ -136,6 +130,17 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
     )
 
 
+def _checked_command(words: Sequence[str]) -> Run | Search | Compare | Resume:
+    rule = f"after -- comes one of {', '.join(COMMANDS)}, as in `triaccel submit -- search digits --trials 8`"
+    require(bool(words) and words[0] in COMMANDS, "command", " ".join(words[:1]), rule)
+    command = parse(words)
+    check(command)
+    assert isinstance(command, Run | Search | Compare | Resume)
+    rule = "a job works on the cluster that runs it; name the cluster before the --"
+    require(command.where.address in (None, "auto"), "address", command.where.address, rule)
+    return command
+
+
 def jobs_grid(jobs: Sequence[JobDetails], *, now_ms: int) -> Grid:
     """Returns the table of jobs, newest first, with times in this machine's time zone."""
     rows = []
@@ -144,24 +149,13 @@ def jobs_grid(jobs: Sequence[JobDetails], *, now_ms: int) -> Grid:
         if job.start_time is not None:
             started = f"{datetime.fromtimestamp(job.start_time / 1000):%Y-%m-%d %H:%M:%S}"
             seconds = max((job.end_time or now_ms) - job.start_time, 0) // 1000
-        what = (job.metadata or {}).get(WHAT, job.entrypoint)
+        what = (job.metadata or {}).get(WHAT_KEY, job.entrypoint)
         what = what if len(what) <= 60 else f"{what[:57]}..."
         rows.append([job.submission_id or "", what, job.status.value, started, str(timedelta(seconds=seconds))])
     return Grid(header=("job", "what", "status", "started", "duration"), rows=rows)
 
 
-def _require_sound(command: Run | Search | Compare) -> None:
-    """Raises errors in the options now; otherwise they would appear later, in the job's log."""
-    require_experiment(command.experiment)
-    if isinstance(command, Search):
-        search_of(command)
-    elif isinstance(command, Compare):
-        comparison_of(command)
-    else:
-        run_of(command)
-
-
-def _tracking_words(uri: str | None, folder: Path) -> list[str]:
+def _tracking_option(uri: str | None, folder: Path) -> list[str]:
     if uri is None:
         return []
     shown = without_credentials(uri)
@@ -177,9 +171,9 @@ def _tracking_words(uri: str | None, folder: Path) -> list[str]:
     return ["--tracking-uri", f"sqlite:///{folder / path}" if uri.startswith("sqlite:///") else uri]
 
 
-def _place_notes(where: Where, storage: StoragePath) -> Iterator[str]:
-    must = "share" if storage.uri is None else "reach, with credentials of their own"
-    yield f"storage: {storage}, which all machines of the cluster must {must}"
+def _storage_notes(where: Where, storage: StoragePath) -> Iterator[str]:
+    access = "share" if storage.uri is None else "reach, with credentials of their own"
+    yield f"storage: {storage}, which all machines of the cluster must {access}"
     uri = where.tracking_uri
     if uri is not None and uri.startswith("http") and urlsplit(uri).hostname in ("localhost", "127.0.0.1", "::1"):
         yield f"tracking: {uri} means the machine on which the job runs, the cluster's head node"
@@ -204,18 +198,18 @@ def _without(words: Sequence[str], *options: str) -> list[str]:
     return kept
 
 
-def _left_behind(folder: Path, places: Sequence[Path]) -> tuple[list[str], list[str]]:
+def _excluded_files(folder: Path, stays: Sequence[Path]) -> tuple[list[str], list[str]]:
     """Returns patterns, in .gitignore's syntax, of files that are not uploaded, and the large files among these."""
-    inside = {place for place in places if place != folder and place.is_relative_to(folder)}
+    inside = {path for path in stays if path != folder and path.is_relative_to(folder)}
     large = []
     for root, folders, files in os.walk(folder):
         here = Path(root)
-        folders[:] = [each for each in folders if each not in NEVER_TRAVELS and here / each not in inside]
-        for each in files:
-            path = here / each
-            if each not in NEVER_TRAVELS and path.is_file() and path.stat().st_size > LARGEST_FILE_BYTES:
+        folders[:] = [name for name in folders if name not in NEVER_TRAVELS and here / name not in inside]
+        for name in files:
+            path = here / name
+            if name not in NEVER_TRAVELS and path.is_file() and path.stat().st_size > LARGEST_FILE_BYTES:
                 large.append(path.relative_to(folder).as_posix())
-    anchored = [place.relative_to(folder).as_posix() for place in sorted(inside)] + large
+    anchored = [path.relative_to(folder).as_posix() for path in sorted(inside)] + large
     return [*NEVER_TRAVELS, *(f"/{_escaped(path)}" for path in anchored)], large
 
 

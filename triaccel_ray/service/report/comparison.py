@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from triaccel_ray.measure.score import quality_text
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import repeat_command
 from triaccel_ray.service.compare.comparison import (
     REFERENCE,
+    REFERENCE_TRIAL,
     TRAINING_SECONDS,
     Choices,
     Comparison,
@@ -19,7 +21,7 @@ from triaccel_ray.service.compare.comparison import (
 )
 from triaccel_ray.service.compare.significance import MIN_PAIRS, Difference, holm, paired_difference
 from triaccel_ray.service.compare.spec import ABLATION
-from triaccel_ray.service.report.drawing import METHOD_LOOKS, save
+from triaccel_ray.service.report.drawing import METHOD_STYLES, save
 from triaccel_ray.service.report.many_runs import Curve, Series, learning_curves, metric_against_cost
 from triaccel_ray.service.report.provenance import TROUBLES, about, sharing_note, trouble_lines, troubles
 from triaccel_ray.service.report.readings import best_of, mean_and_deviation, readings_grid
@@ -57,7 +59,7 @@ def view_comparison(record: Comparison) -> View:
     tables = comparison_tables(record)
     advice, command = _advice(record)
     missing = [name for name in final_runs(spec, record.choices or Choices()) if name not in record.runs]
-    unwell = troubles({**record.trials, **record.runs}, missing)
+    problems = troubles({**record.trials, **record.runs}, missing)
     text = "\n".join(f"## {grid.title}\n\n{grid.markdown()}" for grid in tables)
     layout.write_atomically(folder / COMPARISON_MARKDOWN, f"# {title}\n\n{text}")
     return View(
@@ -65,34 +67,34 @@ def view_comparison(record: Comparison) -> View:
         shown=[
             *(replace(grid, title=f"{folder.name}: {grid.title}") for grid in tables),
             f"{advice}:\n{command}" if command else "",
-            trouble_lines(unwell),
+            trouble_lines(problems),
         ],
         rows=values_grid("", _results(record, spec.all_methods), spec.base.goal).as_dicts(),
-        page=write_page(folder, title, _sections(record, tables, unwell)),
+        page=write_page(folder, title, _sections(record, tables, problems)),
         command=command,
         control=spec.base.control,
     )
 
 
-def _sections(record: Comparison, tables: Sequence[Grid], unwell: Mapping[str, str]) -> Iterator[Section]:
+def _sections(record: Comparison, tables: Sequence[Grid], problems: Mapping[str, str]) -> Iterator[Section]:
     """Yields the sections of the page, and saves their figures."""
     folder, spec, goal = record.folder, record.spec, record.spec.base.goal
     seeds, pictures = counted(spec.num_seeds, "seed"), folder / layout.FIGURES
     subtitle = joined(f"{spec.base.task}, {seeds}", sharing_note(spec.base))
     facts = {"what": f"comparison of {', '.join(map(label, spec.all_methods))}", "seeds": f"{seeds}, from 0"}
-    first, *others = [Section(title=grid.title, table=replace(grid, title="")) for grid in tables]
+    main_table, *other_tables = [Section(title=grid.title, table=replace(grid, title="")) for grid in tables]
     yield about(spec.base, list(record.runs.values()), facts, repeat_command("compare", folder))
-    yield Section(title=TROUBLES, facts=unwell)
-    yield first
+    yield Section(title=TROUBLES, facts=problems)
+    yield main_table
     if series := [_series(each, goal) for each in _results(record, spec.all_methods).values() if each.by_seed]:
-        figure = metric_against_cost(series, goal, about=subtitle, samples="test")
+        figure = metric_against_cost(series, goal, subtitle=subtitle, samples="test")
         picture = save(figure, pictures / f"{goal.name}_against_cost.png")
         text = "Bars: standard deviation over seeds."
         yield Section(title=f"{goal.words.capitalize()} against cost", text=text, pictures=[picture])
     if curves := _curves(record):
-        picture = save(learning_curves(curves, goal, about=subtitle), pictures / "curves.png")
+        picture = save(learning_curves(curves, goal, subtitle=subtitle), pictures / "curves.png")
         yield Section(title="Learning and time", text=_NO_METRIC, pictures=[picture])
-    yield from others
+    yield from other_tables
     advice, command = _advice(record)
     yield Section(title=advice.capitalize(), command=command)
     yield Section(title="What the methods are", facts={label(name): METHODS[name] for name in spec.all_methods})
@@ -114,23 +116,24 @@ def _results(record: Comparison, methods: Iterable[str]) -> dict[str, MethodResu
 
 
 def _series(results: MethodResults, goal: Goal) -> Series:
-    marker, colour = METHOD_LOOKS[results.method]
+    marker, color = METHOD_STYLES[results.method]
     return Series(
         label=label(results.method),
         points=[_figures(results.mean, goal)],
         spread=_figures(results.deviation, goal) if len(results.by_seed) > 1 else None,
-        look={"marker": marker, "color": colour, "markersize": 9.0},
+        look={"marker": marker, "color": color, "markersize": 9.0},
     )
 
 
-def _figures(of: Callable[[str], float], goal: Goal) -> Figures:
-    return Figures(metric=of(goal.name), seconds=of("seconds_per_epoch"), peak_gb=of("peak_gb"), score=of("score"))
+def _figures(value: Callable[[str], float], goal: Goal) -> Figures:
+    seconds, peak_gb = value("seconds_per_epoch"), value("peak_gb")
+    return Figures(metric=value(goal.name), seconds=seconds, peak_gb=peak_gb, score=value("score"))
 
 
 def _curves(record: Comparison) -> list[Curve]:
     """Returns a learning curve for each final run; all seeds of a method have the same color."""
     return [
-        Curve(label=label(method), colour=METHOD_LOOKS[method][1], epochs=run.epochs)
+        Curve(label=label(method), color=METHOD_STYLES[method][1], epochs=run.epochs)
         for method in record.spec.all_methods
         for run in record.runs.values()
         if run.spec.method == method and run.epochs
@@ -140,19 +143,19 @@ def _curves(record: Comparison) -> list[Curve]:
 def comparison_tables(record: Comparison) -> list[Grid]:
     """Returns the comparison's tables in reading order, without empty ones."""
     spec, goal = record.spec, record.spec.base.goal
-    shared, first = sharing_note(spec.base), _results(record, spec.table_1)
-    second = {row: record.results(method) for method, row in ABLATION.items()} if spec.ablation else {}
-    amp = first.get(REFERENCE)
+    shared, table_1 = sharing_note(spec.base), _results(record, spec.table_1)
+    table_2 = {row: record.results(method) for method, row in ABLATION.items()} if spec.ablation else {}
+    amp = table_1.get(REFERENCE)
     note = "" if amp is not None else "AMP is not among the methods: nothing to test against"
-    to_amp = [(name, each, amp) for name, each in first.items() if amp is not None and each is not amp]
-    rows = list(second.items())
-    to_above = [(name, each, above) for (name, each), (_, above) in zip(rows[1:], rows, strict=False)]
+    to_amp = [(name, each, amp) for name, each in table_1.items() if amp is not None and each is not amp]
+    rows = list(table_2.items())
+    to_above = [(name, each, above) for (_, above), (name, each) in pairwise(rows)]
     to_standard = [(name, each, rows[0][1]) for name, each in rows[1:]]
     tables = (
-        values_grid("Table 1, test samples, read once by each run", first, goal, note=joined(shared, note)),
-        readings_grid("Table 1, the score by each reading of time and memory", first, goal),
+        values_grid("Table 1, test samples, read once by each run", table_1, goal, note=joined(shared, note)),
+        readings_grid("Table 1, the score by each reading of time and memory", table_1, goal),
         differences_grid("Table 1, differences to AMP", to_amp, goal),
-        values_grid("Table 2, the ablation", second, goal, note=shared),
+        values_grid("Table 2, the ablation", table_2, goal, note=shared),
         differences_grid("Table 2, differences to the row above", to_above, goal, note=_BY_ROW),
         differences_grid("Table 2, differences to standard", to_standard, goal, note=_BY_STANDARD),
         settings_grid(record),
@@ -192,26 +195,28 @@ def differences_grid(
 
     Figures that are zero everywhere, such as the allocator's peak on a CPU, are left out.
     """
-    compared = [results for _, *both in pairs for results in both]
-    headings = {
-        name: heading
-        for name, heading in _headings(compared, goal).items()
-        if not name.startswith(ONE_VIEW)
-        and any(value for results in compared for value in results.values(name).values())
-    }
+    compared = [results for _, one, other in pairs for results in (one, other)]
+    headings = {}
+    for name, heading in _headings(compared, goal).items():
+        is_measured = any(value for results in compared for value in results.values(name).values())
+        if is_measured and not name.startswith(ONE_VIEW):
+            headings[name] = heading
     columns = {
         name: [paired_difference(one.values(name), other.values(name)) for _, one, other in pairs] for name in headings
     }
     corrected = {name: holm([each.p_value for each in column]) for name, column in columns.items()}
     num_pairs = max((each.num_pairs for column in columns.values() for each in column), default=0)
+    is_tested = num_pairs >= MIN_PAIRS
     rows = []
     for index, (row, _, other) in enumerate(pairs):
         for name, heading in headings.items():
             difference = columns[name][index]
             cells = [row, heading, _signed(difference.mean), _percent(difference.mean, other.mean(name))]
-            rows.append([*cells, *(_tests(difference, corrected[name][index]) if num_pairs >= MIN_PAIRS else ())])
-    tests = ("95% interval", "p", "p (Holm)") if num_pairs >= MIN_PAIRS else ()
-    header = ("method", "figure", "difference", "%", *tests)
+            if is_tested:
+                cells += _test_cells(difference, corrected[name][index])
+            rows.append(cells)
+    test_headings = ("95% interval", "p", "p (Holm)") if is_tested else ()
+    header = ("method", "figure", "difference", "%", *test_headings)
     return Grid(title=title, header=header, rows=rows, note=joined(note, _test_note(num_pairs)))
 
 
@@ -231,9 +236,11 @@ def settings_grid(record: Comparison) -> Grid:
 def trials_grid(record: Comparison) -> Grid:
     """Returns a table of the trials on validation samples that settings were chosen from; a star marks the chosen."""
     choices, goal = record.choices or Choices(), record.spec.base.goal
-    chosen = {tuned.trial for tuned in choices.tuned.values()} | ({choices.fixed.name} if choices.fixed else set())
+    chosen = {tuned.trial for tuned in choices.tuned.values()}
+    if choices.fixed is not None:
+        chosen.add(choices.fixed.name)
     rows = [
-        [name + STAR * (name in chosen), run.status, *_settings(run.spec), *figure_cells(run.figures, goal)]
+        [name + (STAR if name in chosen else ""), run.status, *_settings(run.spec), *figure_cells(run.figures, goal)]
         for name, run in record.trials.items()
     ]
     header = ("trial", "status", "precision", "batch", "lr", "weight decay", f"val. {goal.heading}", *FIGURE_COLUMNS)
@@ -245,7 +252,7 @@ def _choice_notes(record: Comparison) -> Iterator[str]:
     spec = record.spec
     yield "validation samples, seed 0; * chosen"
     yield sharing_note(spec.base)
-    amp = record.trials.get("amp-recipe")
+    amp = record.trials.get(REFERENCE_TRIAL)
     if spec.num_fixed and amp is not None and amp.epochs:
         objective = Objective.against(amp.epochs, spec.base.goal)
         best = f"best score of {objective.limit_text} (AMP, margin {objective.margin_text}), or else the nearest to it"
@@ -259,8 +266,10 @@ def _choice_notes(record: Comparison) -> Iterator[str]:
 
 def _headings(results: Iterable[MethodResults], goal: Goal) -> dict[str, str]:
     names = dict.fromkeys(name for each in results for figures in each.by_seed.values() for name in figures)
-    is_timed = names.pop(TRAINING_SECONDS, 0) is None
-    return result_headings(names, goal, prefix="test ") | ({TRAINING_SECONDS: "whole run s"} if is_timed else {})
+    headings = result_headings([name for name in names if name != TRAINING_SECONDS], goal, prefix="test ")
+    if TRAINING_SECONDS in names:
+        headings[TRAINING_SECONDS] = "whole run s"
+    return headings
 
 
 def _settings(spec: RunSpec) -> list[str]:
@@ -275,14 +284,18 @@ def _settings(spec: RunSpec) -> list[str]:
     return [precision, batch, f"{recipe.lr:.4g}", f"{recipe.weight_decay:.3g}"]
 
 
-def _tests(difference: Difference, corrected: float) -> list[str]:
+def _test_cells(difference: Difference, corrected: float) -> list[str]:
     """Returns the cells of the confidence interval and p-values; empty ones if there are too few pairs."""
     if math.isnan(difference.low):
         return ["", "", ""]
-    ps = (
-        "no spread" if math.isnan(p) else "<0.001" if p < 0.001 else f"{p:.3f}" for p in (difference.p_value, corrected)
-    )
-    return [f"{_signed(difference.low)} to {_signed(difference.high)}", *ps]
+    interval = f"{_signed(difference.low)} to {_signed(difference.high)}"
+    return [interval, _p_value(difference.p_value), _p_value(corrected)]
+
+
+def _p_value(p: float) -> str:
+    if math.isnan(p):
+        return "no spread"
+    return "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def _percent(difference: float, reference: float) -> str:

@@ -22,7 +22,7 @@ from matplotlib.ticker import FuncFormatter
 from triaccel_ray.records.plan import Precision
 
 INK: Final = "#1F2933"
-GREY: Final = "#6B7785"
+GRAY: Final = "#6B7785"
 PALE: Final = "#E4E8EC"
 NAVY: Final = "#17365D"
 BLUE: Final = "#0072B2"
@@ -33,11 +33,11 @@ RED: Final = "#C8442B"
 GREEN: Final = "#00876C"
 """After Okabe and Ito (2008); navy, sky and amber also differ in lightness."""
 
-METHOD_LOOKS: Final[Mapping[str, tuple[str, str]]] = {
+METHOD_STYLES: Final[Mapping[str, tuple[str, str]]] = {
     "fp32": ("s", RED),
     "amp": ("D", ORANGE),
     "engine-amp": ("^", AMBER),
-    "fixed": ("P", GREY),
+    "fixed": ("P", GRAY),
     "dynamic-batch": ("v", SKY),
     "dynamic-precision": ("<", BLUE),
     "dynamic-both": ("*", GREEN),
@@ -45,7 +45,7 @@ METHOD_LOOKS: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Method -> marker and color, the same in every figure."""
 
-PRECISION_COLOURS: Final = {Precision.FP16: AMBER, Precision.BF16: SKY, Precision.FP32: NAVY}
+PRECISION_COLORS: Final = {Precision.FP16: AMBER, Precision.BF16: SKY, Precision.FP32: NAVY}
 """Higher precisions are darker."""
 
 DEPTH: Final = ListedColormap(colormaps["viridis"](np.linspace(0.0, 0.88, 256)))
@@ -79,10 +79,10 @@ def panel(axes: Axes, title: str, subtitle: str = "", *, x_label: str = "", y_la
     axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=24 if subtitle else 10)
     if subtitle:
         above: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
-        axes.annotate(subtitle, (0.0, 1.0), (0, 9), fontsize=9, color=GREY, **above)
-    axes.set_xlabel(x_label, fontsize=9.5, color=GREY)
-    axes.set_ylabel(y_label, fontsize=9.5, color=GREY)
-    axes.tick_params(which="both", labelsize=9, colors=GREY, labelcolor=INK, length=3, width=0.8)
+        axes.annotate(subtitle, (0.0, 1.0), (0, 9), fontsize=9, color=GRAY, **above)
+    axes.set_xlabel(x_label, fontsize=9.5, color=GRAY)
+    axes.set_ylabel(y_label, fontsize=9.5, color=GRAY)
+    axes.tick_params(which="both", labelsize=9, colors=GRAY, labelcolor=INK, length=3, width=0.8)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color("#B8C0C8")
@@ -90,16 +90,16 @@ def panel(axes: Axes, title: str, subtitle: str = "", *, x_label: str = "", y_la
     axes.set_axisbelow(True)
 
 
-def say(axes: Axes, text: str) -> None:
+def caption(axes: Axes, text: str) -> None:
     """Writes a sentence in the middle of axes that have no data."""
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=10.5, color=GREY)
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=10.5, color=GRAY)
     axes.set_axis_off()
 
 
-def mark_level(axes: Axes, value: float, text: str, colour: str = GREY) -> None:
+def mark_level(axes: Axes, value: float, text: str, color: str = GRAY) -> None:
     """Labels a horizontal line at the right edge of the axes."""
     beside: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-    axes.annotate(text, (1.0, value), (6, 0), va="center", fontsize=8.5, color=colour, annotation_clip=False, **beside)
+    axes.annotate(text, (1.0, value), (6, 0), va="center", fontsize=8.5, color=color, annotation_clip=False, **beside)
 
 
 def legend(axes: Axes, **options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.records.events import Epoch, Event, Start, Tick, read_events
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.report import drawing
-from triaccel_ray.service.report.drawing import GREY, PRECISION_COLOURS, RED, legend, panel, shorten
+from triaccel_ray.service.report.drawing import GRAY, PRECISION_COLORS, RED, legend, panel, shorten
 from triaccel_ray.service.report.overview import overview, step_edges
 from triaccel_ray.service.storage.layout import EVENTS, FIGURES
 
@@ -45,17 +46,17 @@ def draw_run(events: Iterable[Event]) -> dict[str, Figure]:
     epochs = [record for record in records if isinstance(record, Epoch)]
     info = start.info
     parts = (info.get("task"), info.get("method"), f"seed {info['seed']}" if "seed" in info else None)
-    about = ", ".join(filter(None, parts))
+    subtitle = ", ".join(filter(None, parts))
     pictures = {}
     if epochs:
-        pictures["overview"] = overview(epochs, ticks, start.control.batch, start.goal, about=about)
+        pictures["overview"] = overview(epochs, ticks, start.control.batch, start.goal, subtitle=subtitle)
     if ticks:
-        pictures["precision"] = precision_heatmap(ticks, about=about)
-        pictures["curvature_and_lr"] = curvature_and_lr(ticks, start.control.curvature, about=about)
+        pictures["precision"] = precision_heatmap(ticks, subtitle=subtitle)
+        pictures["curvature_and_lr"] = curvature_and_lr(ticks, start.control.curvature, subtitle=subtitle)
     return pictures
 
 
-def precision_heatmap(ticks: Sequence[Tick], *, about: str = "") -> Figure:
+def precision_heatmap(ticks: Sequence[Tick], *, subtitle: str = "") -> Figure:
     """Returns a heat map of each layer's precision over the steps: a row per layer, input at the top."""
     names = list(ticks[0].observation.plan.precision)
     levels = list(Precision)
@@ -63,11 +64,11 @@ def precision_heatmap(ticks: Sequence[Tick], *, about: str = "") -> Figure:
     ranks = np.array([[tick.observation.plan.precision[name].rank for name in names] for tick in ticks]).T
     figure = drawing.new_figure(9.6, min(max(0.215 * len(names), 0.9), 7.0) + 1.5)
     axes = figure.subplots()
-    panel(axes, "Precision of each layer", about, x_label="optimizer step")
-    colours = ListedColormap([PRECISION_COLOURS[level] for level in levels])
-    axes.pcolorfast(step_edges(ticks), np.arange(len(names) + 1) - 0.5, ranks, cmap=colours, vmin=-0.5, vmax=2.5)
+    panel(axes, "Precision of each layer", subtitle, x_label="optimizer step")
+    colors = ListedColormap([PRECISION_COLORS[level] for level in levels])
+    axes.pcolorfast(step_edges(ticks), np.arange(len(names) + 1) - 0.5, ranks, cmap=colors, vmin=-0.5, vmax=2.5)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    every = -(-len(names) // MOST_ROW_LABELS)
+    every = math.ceil(len(names) / MOST_ROW_LABELS)
     rows = range(0, len(names), every)
     axes.set_yticks(rows, [shorten(names[row]) for row in rows], fontsize=8.5 if every == 1 else 7.5)
     axes.tick_params(axis="y", length=0)
@@ -77,12 +78,12 @@ def precision_heatmap(ticks: Sequence[Tick], *, about: str = "") -> Figure:
     for spine in axes.spines.values():
         spine.set_visible(False)
     shares = [f"{level.name}  {100 * (ranks == level.rank).mean():.0f}%" for level in levels]
-    handles = [Patch(color=PRECISION_COLOURS[level], label=text) for level, text in zip(levels, shares, strict=True)]
+    handles = [Patch(color=PRECISION_COLORS[level], label=text) for level, text in zip(levels, shares, strict=True)]
     legend(axes, handles=handles, ncols=3, columnspacing=1.6, handlelength=1.2, **drawing.ABOVE)
     return figure
 
 
-def curvature_and_lr(ticks: Sequence[Tick], curvature: CurvatureConfig, *, about: str = "") -> Figure:
+def curvature_and_lr(ticks: Sequence[Tick], curvature: CurvatureConfig, *, subtitle: str = "") -> Figure:
     """Returns plots of each layer's largest eigenvalue and learning-rate scale; color encodes depth."""
     names = list(ticks[0].observation.plan.precision)
     measured = [tick for tick in ticks if any(signal.eigenvalues for signal in tick.observation.layers)]
@@ -93,12 +94,12 @@ def curvature_and_lr(ticks: Sequence[Tick], curvature: CurvatureConfig, *, about
     if np.isnan(drawn).all():
         figure = drawing.new_figure(9.6, 2.2)
         axes = figure.subplots()
-        panel(axes, "Curvature and learning rates", about)
-        drawing.say(axes, "no curvature was measured in this run: all learning rates follow the schedule")
+        panel(axes, "Curvature and learning rates", subtitle)
+        drawing.caption(axes, "no curvature was measured in this run: all learning rates follow the schedule")
         return figure
     figure = drawing.new_figure(9.6, 6.4)
     upper, lower = figure.subplots(2, 1, sharex=True)
-    panel(upper, "Largest curvature eigenvalue of each layer", about, y_label="eigenvalue, smoothed")
+    panel(upper, "Largest curvature eigenvalue of each layer", subtitle, y_label="eigenvalue, smoothed")
     panel(lower, "Learning-rate scale of each layer", x_label="optimizer step", y_label="factor on the schedule")
     depth = Normalize(0, max(len(names) - 1, 1))
     edges, steps = step_edges(ticks), [tick.observation.step for tick in measured]
@@ -122,6 +123,6 @@ def curvature_and_lr(ticks: Sequence[Tick], curvature: CurvatureConfig, *, about
     bar.set_ticks(rows, labels=[shorten(names[row], 18) for row in rows], fontsize=8.5)
     bar.ax.invert_yaxis()
     bar.outline.set_visible(False)
-    bar.ax.set_title("input", fontsize=8.5, color=GREY, pad=7)
-    bar.ax.set_xlabel("output", fontsize=8.5, color=GREY, labelpad=6)
+    bar.ax.set_title("input", fontsize=8.5, color=GRAY, pad=7)
+    bar.ax.set_xlabel("output", fontsize=8.5, color=GRAY, labelpad=6)
     return figure

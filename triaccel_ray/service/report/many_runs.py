@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from triaccel_ray.records.events import Epoch
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.report.drawing import DASHED, GREY, INK, PLAIN, mark_level, new_figure, panel, scale_losses
+from triaccel_ray.service.report.drawing import DASHED, GRAY, INK, PLAIN, mark_level, new_figure, panel, scale_losses
 from triaccel_ray.service.runs.objective import Figures
 
 
@@ -22,7 +23,7 @@ class Curve:
 
     label: str
     """Curves with the same label share one legend entry."""
-    colour: str
+    color: str
     epochs: Sequence[Epoch]
     """At least one."""
     width: float = 1.8
@@ -45,36 +46,38 @@ class Series:
     """Whether to draw only the Pareto front of each panel, joined by a line."""
 
 
-def learning_curves(curves: Sequence[Curve], goal: Goal, *, about: str = "") -> Figure:
+def learning_curves(curves: Sequence[Curve], goal: Goal, *, subtitle: str = "") -> Figure:
     """Returns four panels: metric or loss by epoch and by seconds, seconds per epoch, and samples per second.
 
     The goal's metric is drawn if every run has it on validation samples, otherwise the training loss. Later curves lie
     on top.
     """
-    judged = all(epoch.held_out(goal) is not None for curve in curves for epoch in curve.epochs)
-    title, unit = (f"Validation {goal.words}", goal.axis_unit) if judged else ("Training loss", "mean over the samples")
+    has_metric = all(epoch.held_out(goal) is not None for curve in curves for epoch in curve.epochs)
+    title, unit = "Training loss", "mean over the samples"
+    if has_metric:
+        title, unit = f"Validation {goal.words}", goal.axis_unit
     figure = new_figure(11.0, 7.4)
     by_epoch, by_seconds, time, speed = figure.subplots(2, 2).flat
-    panel(by_epoch, f"{title} over epochs", about, x_label="epoch", y_label=unit)
-    panel(by_seconds, f"{title} over time", " " if about else "", x_label="seconds of training", y_label=unit)
+    panel(by_epoch, f"{title} over epochs", subtitle, x_label="epoch", y_label=unit)
+    panel(by_seconds, f"{title} over time", " " if subtitle else "", x_label="seconds of training", y_label=unit)
     panel(time, "Time", x_label="epoch", y_label="seconds per epoch")
     panel(speed, "Speed", x_label="epoch", y_label="samples per second")
     for curve in curves:
         numbers, seconds = [epoch.epoch for epoch in curve.epochs], [epoch.seconds for epoch in curve.epochs]
-        learned = [epoch.held_out(goal) if judged else epoch.train_loss for epoch in curve.epochs]
-        look: dict[str, Any] = {"color": curve.colour, "linewidth": curve.width, "alpha": curve.opacity}
+        progress = [epoch.held_out(goal) if has_metric else epoch.train_loss for epoch in curve.epochs]
+        look: dict[str, Any] = {"color": curve.color, "linewidth": curve.width, "alpha": curve.opacity}
         if len(numbers) <= 12:  # a single epoch would be invisible as a line
             look |= {"marker": "o", "markersize": 3.0}
-        for axes, at, values in (
-            (by_epoch, numbers, learned),
-            (by_seconds, np.cumsum(seconds).tolist(), learned),
+        for axes, x, y in (
+            (by_epoch, numbers, progress),
+            (by_seconds, np.cumsum(seconds).tolist(), progress),
             (time, numbers, seconds),
             (speed, numbers, [epoch.images_per_second for epoch in curve.epochs]),
         ):
-            axes.plot(at, values, label=curve.label, **look)
+            axes.plot(x, y, label=curve.label, **look)
             if curve.pruned:
-                axes.plot(at[-1:], values[-1:], linestyle="none", marker="x", markersize=6.5, color=curve.colour)
-    if not judged:
+                axes.plot(x[-1:], y[-1:], linestyle="none", marker="x", markersize=6.5, color=curve.color)
+    if not has_metric:
         for axes in (by_epoch, by_seconds):
             scale_losses(axes, [epoch.train_loss for curve in curves for epoch in curve.epochs])
     for axes in (by_epoch, time, speed):
@@ -88,7 +91,7 @@ def learning_curves(curves: Sequence[Curve], goal: Goal, *, about: str = "") -> 
 
 
 def metric_against_cost(
-    series: Sequence[Series], goal: Goal, *, limit: float | None = None, about: str = "", samples: str = ""
+    series: Sequence[Series], goal: Goal, *, limit: float | None = None, subtitle: str = "", samples: str = ""
 ) -> Figure:
     """Returns two panels: the goal's metric on `samples` against seconds per epoch, and against peak memory.
 
@@ -97,12 +100,12 @@ def metric_against_cost(
     figure = new_figure(11.0, 4.8)
     left, right = figure.subplots(1, 2, sharey=True)
     words, y_label = goal.words.capitalize(), f"{samples} {goal.axis}".lstrip()
-    panel(left, f"{words} against time", about, x_label="seconds per epoch", y_label=y_label)
-    panel(right, f"{words} against memory", " " if about else "", x_label="peak memory of the process, GB")
-    costs: dict[Any, Callable[[Figures], float]] = {left: lambda of: of.seconds, right: lambda of: of.peak_gb}
+    panel(left, f"{words} against time", subtitle, x_label="seconds per epoch", y_label=y_label)
+    panel(right, f"{words} against memory", " " if subtitle else "", x_label="peak memory of the process, GB")
+    costs: dict[Any, Callable[[Figures], float]] = {left: attrgetter("seconds"), right: attrgetter("peak_gb")}
     for axes, cost in costs.items():
         if limit is not None:
-            axes.axhline(limit, color=GREY, linewidth=1.1, linestyle=DASHED)
+            axes.axhline(limit, color=GRAY, linewidth=1.1, linestyle=DASHED)
         for each in series:
             points = front(each.points, cost, goal) if each.is_front else each.points
             bars = {} if each.spread is None else {"xerr": cost(each.spread), "yerr": each.spread.metric}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -17,7 +18,7 @@ from triaccel_ray.records.events import Epoch, Tick
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import FaultKind, Precision
 from triaccel_ray.service.report import drawing
-from triaccel_ray.service.report.drawing import BLUE, GREY, INK, NAVY, ORANGE, RED, legend, mark_level, panel, say
+from triaccel_ray.service.report.drawing import BLUE, GRAY, INK, NAVY, ORANGE, RED, caption, legend, mark_level, panel
 
 _FAULTS = (
     (FaultKind.OUT_OF_MEMORY, "out of memory", "v"),
@@ -28,7 +29,7 @@ _FAULTS = (
 
 
 def overview(
-    epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig, goal: Goal, *, about: str = ""
+    epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig, goal: Goal, *, subtitle: str = ""
 ) -> Figure:
     """Returns eight panels: loss, metric, precisions, batch size, memory, speed, time, and metric over time.
 
@@ -38,7 +39,7 @@ def overview(
     figure = drawing.new_figure(11.0, 10.0)
     grid = figure.subplots(4, 2)
     (loss, metric), (precisions, sizes), (memory, speed), (time, metric_over_time) = grid
-    panel(loss, "Loss", about, y_label="mean over the samples")
+    panel(loss, "Loss", subtitle, y_label="mean over the samples")
     panel(metric, f"Validation {goal.words}", " ", y_label=goal.axis_unit)
     panel(precisions, "Precision", y_label="percent of the layers")
     panel(sizes, "Batch size", y_label="samples a step")
@@ -57,13 +58,13 @@ def overview(
     _draw_metric(metric_over_time, epochs, np.cumsum([epoch.seconds for epoch in epochs]).tolist(), goal)
     metric_over_time.set_xlim(left=0.0)
     for axes in grid.flat[:7]:
-        axes.set_xlabel("epoch", fontsize=9.5, color=GREY)
+        axes.set_xlabel("epoch", fontsize=9.5, color=GRAY)
         axes.set_xlim(0.0, epochs[-1].epoch)
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     return figure
 
 
-def _whole(epochs: Sequence[Epoch]) -> list[float]:
+def _epoch_edges(epochs: Sequence[Epoch]) -> list[float]:
     """Returns the epoch boundaries as edges for `stairs`, one more than epochs."""
     return [epochs[0].epoch - 1, *(epoch.epoch for epoch in epochs)]
 
@@ -82,7 +83,7 @@ def _edges(ends: Sequence[float], narrowest: float) -> list[float]:
     return list(accumulate([min(first, ends[0] - narrowest), *ends], max))
 
 
-def _intervals(epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> list[float]:
+def _interval_edges(epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> list[float]:
     """Returns the boundaries, in epochs, of the intervals between ticks and of the one after the last tick."""
     edges = _edges([tick.observation.epoch for tick in ticks], 0.0)
     return [*edges, max(edges[-1], epochs[-1].epoch)]
@@ -91,9 +92,9 @@ def _intervals(epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> list[float]:
 def _draw_loss(axes: Axes, epochs: Sequence[Epoch]) -> None:
     training = [(epoch.epoch, epoch.train_loss) for epoch in epochs]
     held_out = [(epoch.epoch, epoch.held_out_loss) for epoch in epochs if epoch.held_out_loss is not None]
-    for losses, colour, label in ((training, GREY, "training"), (held_out, NAVY, "validation")):
+    for losses, color, label in ((training, GRAY, "training"), (held_out, NAVY, "validation")):
         if losses:
-            axes.plot(*zip(*losses, strict=True), color=colour, linewidth=2.0, label=label, **_marker(epochs))
+            axes.plot(*zip(*losses, strict=True), color=color, linewidth=2.0, label=label, **_marker(epochs))
     drawing.scale_losses(axes, [loss for _, loss in (*training, *held_out)])
     legend(axes, loc="upper right")  # losses fall
 
@@ -102,7 +103,7 @@ def _draw_metric(axes: Axes, epochs: Sequence[Epoch], at: Sequence[float], goal:
     values = [epoch.held_out(goal) for epoch in epochs]
     seen = [(place, value) for place, value in zip(at, values, strict=True) if value is not None]
     if not seen:
-        say(axes, "not looked at before the end of the run")
+        caption(axes, "not looked at before the end of the run")
         return
     axes.plot(*zip(*seen, strict=True), color=NAVY, linewidth=2.0, **_marker(epochs))
     mark_level(axes, seen[-1][1], goal.cell(seen[-1][1]), NAVY)
@@ -111,14 +112,14 @@ def _draw_metric(axes: Axes, epochs: Sequence[Epoch], at: Sequence[float], goal:
 
 def _draw_precisions(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> None:
     if not ticks:
-        say(axes, "the same from the first step to the last")
+        caption(axes, "the same from the first step to the last")
         return
     plans = [*(tick.observation.plan for tick in ticks), ticks[-1].applied.plan]
     below = np.zeros(len(plans))
     for level in reversed(Precision):
         counts = [list(plan.precision.values()).count(level) / len(plan.precision) for plan in plans]
-        above, colour = below + 100.0 * np.array(counts), drawing.PRECISION_COLOURS[level]
-        axes.stairs(above, _intervals(epochs, ticks), baseline=below, fill=True, color=colour, label=level.name)
+        above, color = below + 100.0 * np.array(counts), drawing.PRECISION_COLORS[level]
+        axes.stairs(above, _interval_edges(epochs, ticks), baseline=below, fill=True, color=color, label=level.name)
         below = above
     axes.set_ylim(0.0, 100.0)
     axes.set_axisbelow(False)
@@ -127,16 +128,17 @@ def _draw_precisions(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick])
 
 def _draw_batch(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig) -> None:
     """Draws the batch size, the micro-batch size if it is smaller, and the faults that the run recovered from."""
-    sizes, edges = [epoch.batch_size for epoch in epochs], _whole(epochs)
-    at_once = sizes
+    sizes, edges = [epoch.batch_size for epoch in epochs], _epoch_edges(epochs)
+    micro_batches = sizes
     if ticks:
         plans = [*(tick.observation.plan for tick in ticks), ticks[-1].applied.plan]
-        sizes, at_once = [plan.batch_size for plan in plans], [plan.micro_batch_size for plan in plans]
-        edges = _intervals(epochs, ticks)
+        sizes = [plan.batch_size for plan in plans]
+        micro_batches = [plan.micro_batch_size for plan in plans]
+        edges = _interval_edges(epochs, ticks)
     axes.stairs(sizes, edges, color=BLUE, linewidth=2.0, baseline=None)
-    if at_once != sizes:
-        parts: dict[str, Any] = {"color": BLUE, "linewidth": 1.2, "linestyle": ":", "label": "at once on the device"}
-        axes.stairs(at_once, edges, baseline=None, **parts)
+    if micro_batches != sizes:
+        style: dict[str, Any] = {"color": BLUE, "linewidth": 1.2, "linestyle": ":"}
+        axes.stairs(micro_batches, edges, baseline=None, label="at once on the device", **style)
     look: dict[str, Any] = {"s": 52, "color": RED, "edgecolor": "white", "linewidth": 0.8, "zorder": 4}
     highest = max(sizes)
     for kind, text, marker in _FAULTS:
@@ -152,15 +154,19 @@ def _draw_batch(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batc
     if axes.get_legend_handles_labels()[0]:
         legend(axes, ncols=2, **drawing.ABOVE)
     axes.set_ylim(0, 1.12 * highest)
-    axes.yaxis.set_major_locator(MultipleLocator(batch.granularity * -(-highest // (5 * batch.granularity))))
+    rungs_per_tick = math.ceil(highest / (5 * batch.granularity))
+    axes.yaxis.set_major_locator(MultipleLocator(batch.granularity * rungs_per_tick))
     mark_level(axes, sizes[-1], f"{sizes[-1]}", BLUE)
 
 
 def _draw_memory(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig) -> None:
     """Draws the peak memory of each interval, with the limit and the band in which the batch rule keeps it."""
     memory = [tick.observation.memory for tick in ticks]
-    in_bytes = [signal.window_peak_bytes for signal in memory] or [epoch.peak_bytes for epoch in epochs]
-    peaks, edges = np.array(in_bytes) / BYTES_PER_GB, _intervals(epochs, ticks)[:-1] if ticks else _whole(epochs)
+    if ticks:
+        peak_bytes, edges = [signal.window_peak_bytes for signal in memory], _interval_edges(epochs, ticks)[:-1]
+    else:
+        peak_bytes, edges = [epoch.peak_bytes for epoch in epochs], _epoch_edges(epochs)
+    peaks = np.array(peak_bytes) / BYTES_PER_GB
     axes.stairs(peaks, edges, fill=True, color=BLUE, alpha=0.14)
     axes.stairs(peaks, edges, baseline=None, color=BLUE, linewidth=2.0)
     if not ticks:
@@ -170,14 +176,14 @@ def _draw_memory(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], bat
     idle = np.array([signal.idle_bytes for signal in memory]) / BYTES_PER_GB
     high, low = f"rho_high {batch.rho_high:.0%}", f"rho_low {batch.rho_low:.0%}"
     lines = ((1.0, "limit", INK), (batch.rho_high, high, RED), (batch.rho_low, low, ORANGE))
-    for share, text, colour in lines:
+    for share, text, color in lines:
         level = idle + share * (limits - idle)  # rho counts above the idle memory, which no batch size changes
         style: Any = "-" if text == "limit" else drawing.DASHED
-        axes.stairs(level, edges, baseline=None, color=colour, linewidth=1.2, linestyle=style)
+        axes.stairs(level, edges, baseline=None, color=color, linewidth=1.2, linestyle=style)
         if share == batch.rho_low and batch.rho_high - batch.rho_low < 0.12:
             continue  # its label would overlap that of rho_high
         above = 1.06 if text == "limit" else share  # clear of rho_high
-        mark_level(axes, idle[-1] + above * (limits[-1] - idle[-1]), text, colour)
+        mark_level(axes, idle[-1] + above * (limits[-1] - idle[-1]), text, color)
     top, floor = max(limits.max(), peaks.max()), min(idle.min(), peaks.min())
     # If idle memory dwarfs what batches take, an axis from 0 would flatten the curve.
     bottom = max(floor - 0.15 * (top - floor), 0.0) if floor > 0.5 * top else 0.0
@@ -185,7 +191,7 @@ def _draw_memory(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], bat
 
 
 def _draw_by_epoch(axes: Axes, epochs: Sequence[Epoch], values: Sequence[float]) -> None:
-    axes.stairs(values, _whole(epochs), baseline=None, color=BLUE, linewidth=2.0)
+    axes.stairs(values, _epoch_edges(epochs), baseline=None, color=BLUE, linewidth=2.0)
     axes.set_ylim(0.0, 1.15 * max(values))
     axes.yaxis.set_major_formatter(drawing.PLAIN)
 
@@ -194,7 +200,7 @@ def _draw_seconds(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick]) ->
     """Draws the seconds of each epoch, and the part of them spent on changing plans."""
     _draw_by_epoch(axes, epochs, [epoch.seconds for epoch in epochs])
     epoch_of, seconds = [tick.observation.epoch for tick in ticks], [tick.applied.adapt_ms / 1e3 for tick in ticks]
-    spent, edges = np.histogram(np.ceil(epoch_of) - 0.5, _whole(epochs), weights=seconds)
+    spent, edges = np.histogram(np.ceil(epoch_of) - 0.5, _epoch_edges(epochs), weights=seconds)
     if spent.any():
         axes.stairs(spent, edges, fill=True, color=ORANGE, alpha=0.7, label="of which adapting")
         legend(axes, **drawing.ABOVE)

@@ -19,7 +19,7 @@ from triaccel_ray.trainables.task import Purpose
 TROUBLES = "Failures, interruptions and missing runs"
 """Heading of `troubles`."""
 _VERSIONS = ("triaccel-ray", "torch", "triton", "python")
-_SLOWER = {
+_FALLBACKS = {
     (FaultKind.DATA_STREAMED, "data"): "the data set did not fit on the GPU and was read from the host",
     (FaultKind.DATA_NOT_PINNED, "data"): "the samples lay on the GPU, for the host could not pin them",
     (FaultKind.CAPTURE_FAILED, "capture"): "steps ran eagerly, without CUDA graphs",
@@ -97,7 +97,7 @@ def run_notes(run: RunRecord) -> Iterator[str]:
     if not_captured:
         sizes = ", ".join(map(str, sorted(set(not_captured))))
         yield f"{len(not_captured)} times a step of batch {sizes} found no memory as a CUDA graph and ran eagerly"
-    for which, text in _SLOWER.items():
+    for which, text in _FALLBACKS.items():
         reasons = dict.fromkeys(fault.detail for fault in faults if (fault.kind, fault.phase) == which)
         yield from (f"{text}: {reason}" for reason in reasons)
 

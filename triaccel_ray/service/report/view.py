@@ -9,8 +9,8 @@ from triaccel_ray.service.report.run import view_run
 from triaccel_ray.service.report.search import view_search
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import SEARCH, read_search
-from triaccel_ray.service.storage.copies import PAGES
-from triaccel_ray.service.storage.mirror import bring
+from triaccel_ray.service.storage.copies import PAGE_FILES
+from triaccel_ray.service.storage.mirror import upload
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 
@@ -27,5 +27,5 @@ def view_at(place: StoragePath) -> View:
         view = view_comparison(read_comparison(folder))
     else:
         view = view_run(read_run(folder))
-    bring(place, PAGES)  # only warns if the store is read-only for this user
+    upload(place, PAGE_FILES)  # only warns if the store is read-only for this user
     return view

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,27 +50,30 @@ def build_loop(
         UserCodeError: the task's own code raised.
         TypeError, ValueError: something that it returned cannot be trained; the message says why.
     """
-    train, start, on_gpu = splits.train, control.batch.start, device.type == "cuda"
-    rule = f"must be at most the number of training samples, {len(train)}; give --batch-size {len(train)} or less"
-    require(start <= len(train), "batch size", start, rule)
-    if not on_gpu:
-        _rehearse(spec, control, task, delivered(train, device, control.execution.data_on))
+    is_on_gpu, num_samples = device.type == "cuda", len(splits.train)
+    rule = f"must be at most the number of training samples, {num_samples}; give --batch-size {num_samples} or less"
+    require(control.batch.start <= num_samples, "batch size", control.batch.start, rule)
+    if not is_on_gpu:
+        _warm_up_cpu(spec, control, task, delivered(splits.train, device, control.execution.data_on))
     seed_everything(spec.seed)
-    model = _model_of(task, device)
+    model = _new_model(task, device)
     layers = find_layers(model)
     with attributing_errors(f"{type(task).__name__}.optimizer()"):
         optimizer = task.optimizer(model, spec.recipe)
     require_trainable(model, optimizer, layers)
-    loss, train = partial(task.loss, recipe=spec.recipe), delivered(train, device, control.execution.data_on)
-    with PooledStream(device).current() if on_gpu and not spec.is_baseline else contextlib.nullcontext():
-        for source in (train, splits.held_out) if spec.purpose is Purpose.SEARCH else (train,):
-            require_working(model, loss, source, partial(measured, task.metrics))
-        if on_gpu:
-            _warm_up(model, loss, train, device)
-    if on_gpu:
+    loss = partial(task.loss, recipe=spec.recipe)
+    train = delivered(splits.train, device, control.execution.data_on)
+    uses_pooled_stream = is_on_gpu and not spec.is_baseline
+    with PooledStream(device).current() if uses_pooled_stream else contextlib.nullcontext():
+        require_working(model, loss, train, partial(measured, task.metrics))
+        if spec.purpose is Purpose.SEARCH:
+            require_working(model, loss, splits.held_out, partial(measured, task.metrics))
+        if is_on_gpu:
+            _warm_up_gpu(model, loss, train, device)
+    if is_on_gpu:
         torch.cuda.empty_cache()  # else long-lived tensors of the loop would fragment the cached blocks
     seed_everything(spec.seed)
-    return _loop_of(
+    return _new_loop(
         spec,
         control,
         model,
@@ -83,7 +87,7 @@ def build_loop(
     )
 
 
-def _loop_of(
+def _new_loop(
     spec: RunSpec,
     control: ControlConfig,
     model: nn.Module,
@@ -134,11 +138,11 @@ def fitted_control(spec: RunSpec, num_samples: int) -> ControlConfig:
     or one each step. The largest batch size leaves an epoch at least four steps, unless the starting size is larger.
     """
     control = spec.method_control
-    largest = min(control.batch.maximum, max(num_samples // 4, control.batch.start))
-    num_steps = spec.recipe.epochs * -(-num_samples // control.batch.start)
+    max_batch_size = min(control.batch.maximum, max(num_samples // 4, control.batch.start))
+    num_steps = spec.recipe.epochs * math.ceil(num_samples / control.batch.start)
     return replace(
         control,
-        batch=replace(control.batch, maximum=largest),
+        batch=replace(control.batch, maximum=max_batch_size),
         every_steps=min(control.every_steps, max(num_steps // 20, 1)),
         curvature=replace(control.curvature, every_steps=min(control.curvature.every_steps, max(num_steps // 5, 1))),
     )
@@ -159,7 +163,7 @@ def splits_of(task: Task, purpose: Purpose) -> Splits:
     return splits
 
 
-def _model_of(task: Task, device: torch.device) -> nn.Module:
+def _new_model(task: Task, device: torch.device) -> nn.Module:
     what = f"{type(task).__name__}.model()"
     with attributing_errors(what):
         model = task.model()
@@ -192,32 +196,33 @@ class _FirstSamples(DataSource):
         return self
 
 
-def _rehearse(spec: RunSpec, control: ControlConfig, task: Task, train: DataSource) -> None:
+def _warm_up_cpu(spec: RunSpec, control: ControlConfig, task: Task, train: DataSource) -> None:
     """Warms up a CPU process: trains and evaluates a throwaway model for two steps in each precision, with curvature.
 
     The resident set grows by tens of MiB when code of the libraries is first used. Before the run's first batch this
     counts as idle memory, afterwards as memory of the batches. Without the warm-up, a run's decisions would depend on
     what its process has done before.
     """
-    precision, size = control.precision, control.batch.start if spec.is_baseline else control.batch.minimum
+    precision = control.precision
+    batch_size = control.batch.start if spec.is_baseline else control.batch.minimum
     levels = [precision.initial]
     if precision.enabled:
-        useless = precisions_without_benefit("cpu", is_compiled=control.execution.compile == "on")
-        levels = [level for level in Precision if precision.allow_slow_precisions or level not in useless]
-    source = _FirstSamples(train, 2 * size)
+        slow = precisions_without_benefit("cpu", is_compiled=control.execution.compile == "on")
+        levels = [level for level in Precision if precision.allow_slow_precisions or level not in slow]
+    source = _FirstSamples(train, 2 * batch_size)
     # An error here will occur in the run, too, which then has a log to record it.
     with contextlib.suppress(Exception), forbidding_exit():
         for level in levels:
-            short = replace(
+            two_steps = replace(
                 control,
                 every_steps=1,
                 precision=replace(precision, enabled=False, initial=level, initial_layers={}),
                 curvature=replace(control.curvature, every_steps=2),
-                batch=replace(control.batch, enabled=False, start=size),
+                batch=replace(control.batch, enabled=False, start=batch_size),
             )
             model = task.model()
             optimizer = task.optimizer(model, spec.recipe)
-            loop = _loop_of(spec, short, model, optimizer, partial(task.loss, recipe=spec.recipe), source)
+            loop = _new_loop(spec, two_steps, model, optimizer, partial(task.loss, recipe=spec.recipe), source)
             loop.step()
             loop.step()
             loop.evaluate(source, task.metrics, is_last=True)
@@ -227,7 +232,7 @@ def _rehearse(spec: RunSpec, control: ControlConfig, task: Task, train: DataSour
             memory.release()  # never two models at once
 
 
-def _warm_up(model: nn.Module, loss: Loss, train: DataSource, device: torch.device) -> None:
+def _warm_up_gpu(model: nn.Module, loss: Loss, train: DataSource, device: torch.device) -> None:
     """Triggers lazy initialization on a GPU by passing two samples through a copy of the model.
 
     Libraries, handles and workspaces take hundreds of MiB at the first operation, which would otherwise count as memory

@@ -124,9 +124,9 @@ def environment(device: torch.device) -> dict[str, str]:
 
 def commit_of(folder: Path) -> str:
     """Returns the git commit checked out in `folder`, with `-dirty` if files differ from it; empty if unknown."""
-    words = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=5.0, check=True)
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=5.0, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip()
+    return result.stdout.strip()

@@ -79,11 +79,15 @@ def figures_of(
     epochs: Sequence[Epoch], goal: Goal, results: Mapping[str, float] = MappingProxyType({})
 ) -> Figures | None:
     """Returns the figures after these epochs, metric and seconds from `results` if present; None if not evaluated."""
-    if not epochs or (metric := results.get(goal.name, epochs[-1].held_out(goal))) is None:
+    if not epochs:
         return None
-    seconds = results.get("seconds_per_epoch") or epochs[-1].typical_seconds
-    seconds = seconds or mean_epoch_seconds([epoch.seconds for epoch in epochs])
-    peak_gb = epochs[-1].peak_bytes / BYTES_PER_GB
+    last = epochs[-1]
+    metric = results.get(goal.name, last.held_out(goal))
+    if metric is None:
+        return None
+    mean_seconds = mean_epoch_seconds([epoch.seconds for epoch in epochs])
+    seconds = results.get("seconds_per_epoch") or last.typical_seconds or mean_seconds
+    peak_gb = last.peak_bytes / BYTES_PER_GB
     score = efficiency_score(metric, seconds, peak_gb, goal)
     return Figures(metric=metric, seconds=seconds, peak_gb=peak_gb, score=score)
 
@@ -126,10 +130,10 @@ def read_run(folder: Path) -> RunRecord:
         folder=folder,
         spec=read_spec(folder) if is_of_a_task else RunSpec(task=OWN_CODE, control=start.control),
         start=start,
-        ticks=tuple(r for r in records if isinstance(r, Tick)),
-        epochs=tuple(r for r in records if isinstance(r, Epoch)),
-        end=next((r for r in reversed(records) if isinstance(r, End)), None),
-        interruptions=tuple(r for r in records if isinstance(r, Interruption)),
+        ticks=tuple(record for record in records if isinstance(record, Tick)),
+        epochs=tuple(record for record in records if isinstance(record, Epoch)),
+        end=next((record for record in reversed(records) if isinstance(record, End)), None),
+        interruptions=tuple(record for record in records if isinstance(record, Interruption)),
     )
 
 
@@ -151,7 +155,7 @@ class RunLog:
     def __init__(self, folder: Path, spec: RunSpec) -> None:
         """Writes nothing; records appended before `open` are dropped."""
         self._folder, self._spec = folder, spec
-        self._writing = threading.Lock()
+        self._lock = threading.Lock()
         self._log: EventLog | None = None
         self.ended = False
         """Whether it takes no more records: it has its last one, or another process has taken over the run."""
@@ -172,7 +176,8 @@ class RunLog:
             with reporting_full_disk(self._folder):
                 EventLog(path, keep=None).close()
         earlier, latest = interruptions_in(path)
-        return earlier, Interruption(cause="damaged", message=damage, epoch=0) if damage else latest
+        damaged = Interruption(cause="damaged", message=damage, epoch=0)
+        return earlier, damaged if damage else latest
 
     def open(self, *, keep: int = 0, checksum: int | None = None) -> None:
         """Opens the log, cut back to its first `keep` records as by `EventLog`, and writes the spec beside it."""
@@ -183,7 +188,7 @@ class RunLog:
 
     def append(self, record: Record) -> None:
         """Writes a record, unless the log has ended; raises TakenOverError like `confirm`."""
-        with self._writing, reporting_full_disk(self._folder):
+        with self._lock, reporting_full_disk(self._folder):
             if self._log is not None and not self.ended:
                 try:
                     self._log.append(record)
@@ -197,7 +202,7 @@ class RunLog:
 
         Raises TakenOverError like `confirm`.
         """
-        with self._writing, reporting_full_disk(self._folder):
+        with self._lock, reporting_full_disk(self._folder):
             if self._log is None or self.ended:
                 return None
             self._log.sync()
@@ -227,7 +232,7 @@ def end_run(folder: Path, spec: RunSpec | None, end: End) -> None:
     path, keep = folder / EVENTS, 0
     if has_begun(folder):
         records = [event.record for event in read_events(path)]
-        keep = len(records) - isinstance(records[-1], End)
+        keep = len(records) - 1 if isinstance(records[-1], End) else len(records)
     folder.mkdir(parents=True, exist_ok=True)
     with reporting_full_disk(folder), contextlib.closing(EventLog(path, keep=keep)) as log:
         if keep == 0 and spec is not None:

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -21,14 +21,7 @@ from ray.tune.execution import class_cache
 from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.records.events import End, LogError, TakenOverError
-from triaccel_ray.service.failures import (
-    MAX_LOSSES,
-    DiskFullError,
-    PreemptedError,
-    RunFailedError,
-    StoreError,
-    failed,
-)
+from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, RunFailedError, StoreError, failed
 from triaccel_ray.service.runs.record import end_run, read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
@@ -37,9 +30,9 @@ from triaccel_ray.service.storage.mirror import pull_run
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.training_folder import editing_log
 
-_ENDS_ALL: Mapping[str, type[ValueError]] = {"disk_full": DiskFullError, "taken_over": TakenOverError}
+_STOPS_ALL_TRIALS: Mapping[str, type[ValueError]] = {"disk_full": DiskFullError, "taken_over": TakenOverError}
 """Cause that stops all trials once one of them reports it -> the exception that `fit` then raises."""
-_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN")
+_AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN")
 _TUNE_SETTINGS = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a task's relative paths start at the command's folder
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the event log has everything
@@ -67,8 +60,8 @@ def run_all(
     by_name = dict(specs)
     context = RunContext(place=root, spec_of=lambda config: by_name[config[NAME]], shared=shared)
     config = tune.TuneConfig(reuse_actors=reuse_actors)
-    last = fit(context, config, num_gpus=num_gpus, space={NAME: tune.grid_search(list(by_name))})
-    failures = {name: _failure(root / name, result) for name, result in last.items()}
+    results = fit(context, config, num_gpus=num_gpus, space={NAME: tune.grid_search(list(by_name))})
+    failures = {name: _run_error(root / name, result) for name, result in results.items()}
     return {name: error for name, error in failures.items() if error is not None}
 
 
@@ -88,19 +81,19 @@ def fit(
     """
     reserved = {"cpu": cpus_of_a_run(num_gpus), "gpu": num_gpus}
     trainable = tune.with_resources(tune.with_parameters(RunTrial, context=context), reserved)
-    trials = _Trials()
-    with _quiet_tune(), TemporaryDirectory(prefix="triaccel-tune-", ignore_cleanup_errors=True) as own:
+    trials = _TrialLog()
+    with _quiet_tune(), TemporaryDirectory(prefix="triaccel-tune-", ignore_cleanup_errors=True) as folder:
         tuner = tune.Tuner(
             trainable,
             param_space=space or {},
             tune_config=config,
             run_config=tune.RunConfig(
                 name="trials",
-                storage_path=own,
+                storage_path=folder,
                 verbose=0,
                 progress_reporter=tune.CLIReporter(),  # silent here; the one for notebooks clears the cell's output
                 callbacks=[trials],
-                stop=_EndOfAll(),
+                stop=_StopAllTrials(),
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # trials write their own
                 failure_config=tune.FailureConfig(max_failures=MAX_LOSSES),
             ),
@@ -110,21 +103,32 @@ def fit(
                 results = tuner.fit()
         except KeyboardInterrupt:
             for name in trials.begun:
-                _end_if_cut_off(context.place / name)
+                _end_if_unfinished(context.place / name)
             raise
-    last: dict[str, Mapping[str, Any]] = {}
-    for number, config_of in enumerate(trials.configs):
-        result, name = results[number], config_of[NAME]
-        last[name] = result.metrics or {}
-        if (cause := last[name].get("unfinished", "")) in _ENDS_ALL:
-            raise _ENDS_ALL[cause](last[name]["message"])
-        if result.error is not None:
-            last[name] = {"error": (error := _reason(result.error))}
-            with editing_log(context.place / name) as folder:
-                end_run(folder, context.spec_of(config_of), failed(error))
+    last = _last_results(context, trials.configs, results)
     # Reference cycles in Tune hold Ray handles. Freed by another thread during Ray's shutdown, they end the process.
     del tuner, results
     gc.collect()
+    return last
+
+
+def _last_results(
+    context: RunContext, configs: Sequence[dict[str, Any]], results: tune.ResultGrid
+) -> dict[str, Mapping[str, Any]]:
+    """Returns each trial's last result by name, and ends the logs of those that Tune gave up; raises as `fit`."""
+    last: dict[str, Mapping[str, Any]] = {}
+    for number, config in enumerate(configs):
+        name, result = config[NAME], results[number]
+        metrics = result.metrics or {}
+        cause = metrics.get("unfinished", "")
+        if cause in _STOPS_ALL_TRIALS:
+            raise _STOPS_ALL_TRIALS[cause](metrics["message"])
+        last[name] = metrics
+        if result.error is not None:
+            error = _without_ray_wrapper(result.error)
+            last[name] = {"error": error}
+            with editing_log(context.place / name) as folder:
+                end_run(folder, context.spec_of(config), failed(error))
     return last
 
 
@@ -148,7 +152,7 @@ def cpus_of_a_run(num_gpus: float) -> int:
     return min((count for count in cpus if count), default=1) // 2 + 1
 
 
-class _Trials(tune.Callback):
+class _TrialLog(tune.Callback):
     """Records the configurations of all trials, in the order of Tune's results, and the names of those begun."""
 
     def __init__(self) -> None:
@@ -162,20 +166,20 @@ class _Trials(tune.Callback):
         self.configs = [trial.config for trial in trials]
 
 
-class _EndOfAll(tune.Stopper):
+class _StopAllTrials(tune.Stopper):
     """Stops all trials once one finds the disk full, or its run taken over by another process."""
 
-    _found = False
+    _is_found = False
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        self._found = self._found or result.get("unfinished") in _ENDS_ALL
+        self._is_found = self._is_found or result.get("unfinished") in _STOPS_ALL_TRIALS
         return False
 
     def stop_all(self) -> bool:
-        return self._found
+        return self._is_found
 
 
-def _failure(place: StoragePath, last: Mapping[str, Any]) -> Exception | None:
+def _run_error(place: StoragePath, last: Mapping[str, Any]) -> Exception | None:
     """Returns the exception that tells the user how a run failed; None if it finished."""
     error: Exception | None = last.get("error")
     if not isinstance(error, StoreError):
@@ -191,7 +195,7 @@ def _failure(place: StoragePath, last: Mapping[str, Any]) -> Exception | None:
     return RunFailedError(place.folder, error)
 
 
-def _reason(error: Any) -> Exception:
+def _without_ray_wrapper(error: Any) -> Exception:
     """Returns the exception that made Tune give up a trial, without Ray's wrapper."""
     if isinstance(error, RayActorError):
         return PreemptedError(f"its process was lost {MAX_LOSSES + 1} times, the last time so: {first_line(error)}")
@@ -199,10 +203,11 @@ def _reason(error: Any) -> Exception:
     return cause if isinstance(cause, Exception) else RuntimeError(str(cause))
 
 
-def _end_if_cut_off(place: StoragePath) -> None:
+def _end_if_unfinished(place: StoragePath) -> None:
     """Ends the log of a run whose process was killed too fast to do so. A run in a remote store is left resumable."""
     with contextlib.suppress(LogError, DiskFullError):
-        if place.uri is None and (run := read_if_begun(place.folder)) is not None and run.end is None:
+        run = read_if_begun(place.folder) if place.uri is None else None
+        if run is not None and run.end is None:
             end_run(place.folder, None, End(status="stopped"))
 
 
@@ -210,9 +215,10 @@ def _end_if_cut_off(place: StoragePath) -> None:
 def _quiet_tune() -> Iterator[None]:
     """Silences Tune, since event logs and results say everything, and keeps it from passing on AWS keys."""
     logger = logging.getLogger("ray.tune")
-    before, missing = logger.level, [name for name in _TUNE_SETTINGS if name not in os.environ]
+    level_before = logger.level
+    missing = [name for name in _TUNE_SETTINGS if name not in os.environ]
     # Tune would send these to its actors in a runtime environment, which Ray writes to the logs of every machine.
-    class_cache.ENV_VARS_TO_PROPAGATE.difference_update(_KEYS)
+    class_cache.ENV_VARS_TO_PROPAGATE.difference_update(_AWS_KEYS)
     os.environ.update({name: _TUNE_SETTINGS[name] for name in missing})
     logger.setLevel(logging.CRITICAL)
     try:
@@ -221,7 +227,7 @@ def _quiet_tune() -> Iterator[None]:
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level_before)
         for name in missing:
             os.environ.pop(name, None)
 
@@ -233,8 +239,8 @@ def _interruptible() -> Iterator[None]:
     Tune installs its own SIGINT handler, which makes `fit` return as if all trials had run. It restores the previous
     handler only after it has caught the signal.
     """
-    elsewhere = threading.current_thread() is not threading.main_thread()
-    if elsewhere or os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0") != "0":  # Tune installs no handler there
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0") != "0":  # Tune installs no handler then
         yield
         return
     before = signal.getsignal(signal.SIGINT)

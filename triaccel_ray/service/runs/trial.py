@@ -73,7 +73,7 @@ class RunTrial(tune.Trainable):
 
     _worker: Worker | None = None
     _saved_at, _saving_s = 0.0, 0.0
-    _told: deque[dict[str, Any]] | None
+    _unreported: deque[dict[str, Any]] | None
     """Results from the log still to be reported to Tune; None before the first step."""
 
     def setup(self, config: dict[str, Any], context: RunContext) -> None:  # type: ignore[override]  # with_parameters
@@ -82,12 +82,12 @@ class RunTrial(tune.Trainable):
         if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
             _end_with_parent()
             _preload()
-        self._take(config)
+        self._configure(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Switches the actor to another configuration; it keeps its CUDA context."""
         self.cleanup()
-        self._take(new_config)
+        self._configure(new_config)
         return True
 
     def step(self) -> dict[str, Any]:
@@ -96,14 +96,14 @@ class RunTrial(tune.Trainable):
         A full disk, or a run taken over by another process, is also a result: it ends all trials.
         """
         try:
-            if self._told is None:
+            if self._unreported is None:
                 self._folder.open()
-                self._told = deque(self._on_record(self._folder.path))
-            return self._told.popleft() if self._told else self._train()
+                self._unreported = deque(self._results_in_log(self._folder.path))
+            return self._unreported.popleft() if self._unreported else self._train()
         except StoreError:  # Tune retries it on any machine with room: the run itself is fine
             raise
         except Exception as error:
-            return self._failed(error)
+            return self._failure(error)
 
     def cleanup(self) -> None:
         """Ends the run's log and frees its memory."""
@@ -111,19 +111,19 @@ class RunTrial(tune.Trainable):
         # A full disk or a takeover has been reported already, and need not be in the log.
         if worker is not None:
             with contextlib.suppress(DiskFullError, TakenOverError):
-                if not worker.log.ended and not self._is_broken:
+                if not worker.log.ended and not self._is_log_lost:
                     worker.stop()
             with contextlib.suppress(DiskFullError):
                 worker.close()
-        self._bring()
+        self._upload()
 
-    def _take(self, config: dict[str, Any]) -> None:
+    def _configure(self, config: dict[str, Any]) -> None:
         self._spec = self._context.spec_of(config)
         self._folder = TrainingFolder(self._context.place / config.get(NAME, self.trial_id))
-        self._has_ended, self._is_broken = config.get(ENDED, False), False
-        self._told = None
+        self._has_ended, self._is_log_lost = config.get(ENDED, False), False
+        self._unreported = None
 
-    def _on_record(self, folder: Path) -> list[dict[str, Any]]:
+    def _results_in_log(self, folder: Path) -> list[dict[str, Any]]:
         """Returns the results of the epochs in the folder's log; the last is marked done if the trial has ended."""
         try:
             run = read_if_begun(folder)
@@ -134,14 +134,14 @@ class RunTrial(tune.Trainable):
         is_finished = run.status == "finished"
         if self._context.objective is None and not is_finished:  # a caller that reruns it knows how it ended
             return []
-        told = [self._result(epoch.epoch, run.figures_after(epoch.epoch)) for epoch in run.epochs]
+        results = [self._result(epoch.epoch, run.figures_after(epoch.epoch)) for epoch in run.epochs]
         if run.end is not None and run.end.status == "failed":
-            return [*told, _failure(len(told), run.end.cause, run.end.message)]
-        if (self._has_ended or is_finished) and told:
-            told[-1] |= {"done": True, FINISHED: is_finished}
+            return [*results, _failed_result(len(results), run.end.cause, run.end.message)]
+        if (self._has_ended or is_finished) and results:
+            results[-1] |= {"done": True, FINISHED: is_finished}
             if run.end is None:  # pruned by the scheduler, and lost before it was logged
                 end_run(folder, None, End(status="stopped"))
-        return told
+        return results
 
     def _train(self) -> dict[str, Any]:
         worker, shared = self._worker, self._context.shared
@@ -153,8 +153,8 @@ class RunTrial(tune.Trainable):
         if not worker.finished:
             worker.train_epoch()
             began = time.monotonic()
-            span = began - self._saved_at + self._saving_s
-            if worker.finished or self._saving_s <= max(NEGLIGIBLE_S, SAVING_SHARE * span):
+            interval_s = began - self._saved_at + self._saving_s
+            if worker.finished or self._saving_s <= max(NEGLIGIBLE_S, SAVING_SHARE * interval_s):
                 worker.checkpoint()
                 self._saved_at = time.monotonic()
                 self._saving_s = self._saved_at - began
@@ -181,7 +181,7 @@ class RunTrial(tune.Trainable):
             "hopeless": epoch >= grace_epochs(self._spec.recipe.epochs) and objective.is_hopeless(epoch, figures),
         }
 
-    def _failed(self, error: Exception) -> dict[str, Any]:
+    def _failure(self, error: Exception) -> dict[str, Any]:
         """Logs a failure, also one from before the run began, and returns the trial's last result.
 
         In a search a bug is raised, so that Tune does not reuse the process. The trial that Tune starts in its place
@@ -189,26 +189,27 @@ class RunTrial(tune.Trainable):
         """
         cause, worker = cause_of(error), self._worker
         last = None if worker is None else worker.last
-        result = _failure(0 if last is None else last.epoch, cause, str(error))
+        result = _failed_result(0 if last is None else last.epoch, cause, str(error))
         if isinstance(error, DiskFullError | TakenOverError):
-            self._is_broken = True
+            self._is_log_lost = True
             return result
-        is_alone, has_begun = self._context.objective is None, worker is not None and worker.log.is_open
-        is_refused = is_alone and cause == "bug" and not has_begun
+        is_in_search = self._context.objective is not None
+        has_begun = worker is not None and worker.log.is_open
+        is_refused = not is_in_search and cause == "bug" and not has_begun
         if not is_refused:  # invalid input must not use up the run's name
             if worker is None or not has_begun:
                 write_traceback(self._folder.path, error)
                 end_run(self._folder.path, self._spec, failed(error))
             elif not worker.log.ended:
                 worker.fail(error)
-            self._bring()
-        if is_alone:
-            return {**result, "error": _portable(error), "is_refused": is_refused}
+            self._upload()
+        if not is_in_search:
+            return {**result, "error": _picklable(error), "is_refused": is_refused}
         if cause not in RESULTS:
             raise error
         return result
 
-    def _bring(self) -> None:
+    def _upload(self) -> None:
         """Uploads everything to the store; a failure is only logged, so that the actor can report or start a run."""
         try:
             self._folder.close()
@@ -216,7 +217,7 @@ class RunTrial(tune.Trainable):
             _logger.warning("%s", failure)
 
 
-def _failure(epoch: int, cause: str, message: str) -> dict[str, Any]:
+def _failed_result(epoch: int, cause: str, message: str) -> dict[str, Any]:
     """Returns the last result of a trial that failed after `epoch` epochs.
 
     `unfinished` is the cause, if the configuration is not to blame. Figures are so bad that a search avoids it.
@@ -234,15 +235,15 @@ def reopen(folder: Path) -> None:
             end_run(folder, None, replace(run.end, status="stopped"))
 
 
-def _portable(error: Exception) -> Exception:
+def _picklable(error: Exception) -> Exception:
     """Returns `error` with its traceback as a note; if it cannot be pickled, a RuntimeError with the same message."""
     error.add_note(f"raised in the run's own process:\n{''.join(traceback.format_exception(error))}")
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # unpickling may raise anything
-        told = RuntimeError(f"{type(error).__name__}: {error}")
-        told.__notes__ = error.__notes__
-        return told
+        substitute = RuntimeError(f"{type(error).__name__}: {error}")
+        substitute.__notes__ = error.__notes__
+        return substitute
     return error
 
 

@@ -72,7 +72,7 @@ class Worker:
         self._control = fitted_control(spec, len(splits.train))
         self.loop = self._build_loop()
         self._times = EpochTimes()
-        self._trained = TrainedModel(spec, folder, self.log.confirm)
+        self._trained_model = TrainedModel(spec, folder, self.log.confirm)
         self._one_view: Mapping[str, float] = {}
         self.last: Epoch | None = None
         """The last epoch's record."""
@@ -99,11 +99,13 @@ class Worker:
         earlier, latest = self.log.take_over()
         for torn in self.folder.glob(".*.pt.*.partial"):
             torn.unlink()  # left by a process that was lost while it wrote
-        notes, num_kept = [], None
+        notes: list[str] = []
+        num_kept: int | None = None
         for path in (self.folder / CHECKPOINT, self.folder / PREVIOUS):
             if num_kept is None and path.exists():
                 num_kept, damage = self._restore(path)
-                notes += [damage] if damage else []
+                if damage:
+                    notes.append(damage)
         if num_kept is None:
             if notes:
                 self._drop_loop()  # first: its memory would count as the next one's
@@ -113,8 +115,8 @@ class Worker:
             self.log.open()
             self.log.append(start_record(self.spec, self._control, self.device, self.loop.memory))
         (self.folder / ERROR).unlink(missing_ok=True)  # an interruption is about to be recorded in its place
-        for place, record in earlier:
-            if place >= (num_kept or 1):  # cut off with the records after the checkpoint
+        for index, record in earlier:
+            if index >= (num_kept or 1):  # cut off with the records after the checkpoint
                 self.log.append(record)
         epoch = self.loop.sampler.epoch
         if latest is not None:
@@ -132,34 +134,34 @@ class Worker:
             TakenOverError: another process has taken over the run.
         """
         plan, began = self.loop.plan, time.thread_time()
-        with self._failing():
+        with self._logging_errors():
             stats = self.loop.train_epoch()
             # On a CPU the processor time of the one thread: other processes on its core do not lengthen it.
-            computing = time.thread_time() - began if self.device.type == "cpu" else stats.seconds
+            compute_seconds = time.thread_time() - began if self.device.type == "cpu" else stats.seconds
             if not math.isfinite(stats.loss):
                 raise NonFiniteLossError(f"the training loss of epoch {stats.epoch} is {stats.loss}{self._way_out()}")
-            judged = self._judge() if self.spec.purpose is Purpose.SEARCH else None
-        self._times.add(stats.epoch, stats.seconds, computing, has_changed_plan=not self.loop.plan.steps_as(plan))
-        typical, memory = self._times.typical, self.loop.memory
+            evaluation = self._evaluate() if self.spec.purpose is Purpose.SEARCH else None
+        self._times.add(stats.epoch, stats.seconds, compute_seconds, has_changed_plan=not self.loop.plan.steps_as(plan))
+        typical_seconds, memory = self._times.typical, self.loop.memory
         memory.refresh_peaks()
         record = Epoch(
             epoch=stats.epoch,
             step=self.loop.num_steps,
             train_loss=stats.loss,
-            held_out_loss=None if judged is None else judged.loss,
-            held_out_metrics={} if judged is None else judged.metrics,
+            held_out_loss=None if evaluation is None else evaluation.loss,
+            held_out_metrics={} if evaluation is None else evaluation.metrics,
             seconds=stats.seconds,
             images_per_second=stats.num_samples / stats.seconds,
             batch_size=self.loop.plan.batch_size,
             peak_bytes=memory.peak_bytes,
             allocated_peak_bytes=memory.allocated_peak_bytes,
             num_skipped=self.loop.num_skipped,
-            score=None if judged is None else self._score(judged.metrics, judged.loss, typical),
-            typical_seconds=typical,
+            score=None if evaluation is None else self._score(evaluation.metrics, evaluation.loss, typical_seconds),
+            typical_seconds=typical_seconds,
         )
         self.log.append(record)
         self.last = record
-        self._trained.after_epoch(record, self.loop.model)
+        self._trained_model.after_epoch(record, self.loop.model)
         return record
 
     def finish(self) -> dict[str, float]:
@@ -173,12 +175,14 @@ class Worker:
             raise ValueError("epochs = 0: a run is finished after at least one epoch")
         metrics, loss = last.held_out_metrics, last.held_out_loss
         if loss is None:
-            with self._failing():
-                judged = self._judge()
-            metrics, loss = judged.metrics, judged.loss
-        (memory := self.loop.memory).refresh_peaks()
-        # For runs on validation samples the time that trials are judged by; for final runs the mean, as in the paper.
-        seconds = (last.typical_seconds if self.spec.purpose is Purpose.SEARCH else None) or self._times.mean
+            with self._logging_errors():
+                evaluation = self._evaluate()
+            metrics, loss = evaluation.metrics, evaluation.loss
+        memory = self.loop.memory
+        memory.refresh_peaks()
+        seconds = self._times.mean  # as in the paper
+        if self.spec.purpose is Purpose.SEARCH and last.typical_seconds:
+            seconds = last.typical_seconds  # which trials are judged by
         results = {
             **metrics,
             **{f"{ONE_VIEW}{name}": value for name, value in self._one_view.items()},
@@ -191,7 +195,7 @@ class Worker:
             "limit_gb": memory.limit_bytes / BYTES_PER_GB,
             "epochs": float(last.epoch),
         }
-        kept_epoch = self._trained.finish(last, self.loop.model)
+        kept_epoch = self._trained_model.finish(last, self.loop.model)
         self.log.append(End(status="finished", results=results, kept_epoch=kept_epoch))
         return results
 
@@ -226,9 +230,10 @@ class Worker:
         """
         # On the disk: a checkpoint must never count records that a power cut can lose. It does not count an end record
         # that is written from here on.
-        if (records := self.log.synced()) is None:
+        synced = self.log.synced()
+        if synced is None:
             return
-        num_records, checksum = records
+        num_records, checksum = synced
         state = {
             "spec": json.dumps(encode(self.spec)),
             "loop": self.loop.state_dict(),
@@ -236,7 +241,7 @@ class Worker:
             "log_checksum": checksum,
             "epoch_times": self._times.state_dict(),
             "last": None if self.last is None else encode(self.last),
-            "trained_model": self._trained.state_dict(self.last),
+            "trained_model": self._trained_model.state_dict(self.last),
         }
         with reporting_full_disk(self.folder):
             path, previous = self.folder / CHECKPOINT, self.folder / PREVIOUS
@@ -269,7 +274,7 @@ class Worker:
             return None, f"checkpoint {path} does not fit its run: {error}"
         self._times.load_state_dict(state["epoch_times"])
         self.last = None if state["last"] is None else decode(Epoch, state["last"])
-        self._trained.load_state_dict(state.get("trained_model"), self.loop.model)
+        self._trained_model.load_state_dict(state.get("trained_model"), self.loop.model)
         return state["num_records"], ""
 
     def _is_own(self, spec: str) -> bool:
@@ -303,7 +308,7 @@ class Worker:
             memory.release()
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _logging_errors(self) -> Iterator[None]:
         """Logs any error that the code inside raises, also a `sys.exit` in the user's code."""
         try:
             with forbidding_exit():
@@ -314,25 +319,26 @@ class Worker:
             self.fail(error)
             raise
 
-    def _judge(self) -> Evaluation:
-        judged = self.loop.evaluate(self._splits.held_out, self._task.metrics, is_last=self.finished)
+    def _evaluate(self) -> Evaluation:
+        evaluation = self.loop.evaluate(self._splits.held_out, self._task.metrics, is_last=self.finished)
         # An overflow may have reached a norm's running statistics. A non-finite loss alone may be intended by the task.
-        state = (*self.loop.model.parameters(), *self.loop.model.buffers())
-        if not math.isfinite(judged.loss) and not all(tensor.isfinite().all() for tensor in state):
+        tensors = (*self.loop.model.parameters(), *self.loop.model.buffers())
+        if not math.isfinite(evaluation.loss) and not all(tensor.isfinite().all() for tensor in tensors):
             raise NonFiniteLossError(
-                f"the loss on held-out samples is {judged.loss}, and the model holds NaN or infinite values"
+                f"the loss on held-out samples is {evaluation.loss}, and the model holds NaN or infinite values"
                 f"{self._way_out()}"
             )
         name = self.spec.goal.name
-        if not math.isfinite(judged.metrics.get(name, 0.0)):
-            raise NonFiniteLossError(f"{name} of held-out samples is {judged.metrics[name]}{self._way_out()}")
-        self._one_view = judged.one_view
-        return judged
+        if not math.isfinite(evaluation.metrics.get(name, 0.0)):
+            raise NonFiniteLossError(f"{name} of held-out samples is {evaluation.metrics[name]}{self._way_out()}")
+        self._one_view = evaluation.one_view
+        return evaluation
 
     def _way_out(self) -> str:
         in_fp16 = self.spec.method == "amp" and self.spec.recipe.amp == "fp16" and self.device.type == "cuda"
         return ": FP16 may be too narrow for this model, try --amp bf16" if in_fp16 else ""
 
     def _score(self, metrics: Mapping[str, float], loss: float, seconds: float) -> float:
-        value, peak_gb = {**metrics, LOSS: loss}[self.spec.goal.name], self.loop.memory.peak_bytes / BYTES_PER_GB
+        value = {**metrics, LOSS: loss}[self.spec.goal.name]
+        peak_gb = self.loop.memory.peak_bytes / BYTES_PER_GB
         return efficiency_score(value, seconds, peak_gb, self.spec.goal)

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 import optuna
 from ray import tune
-from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 
 from triaccel_ray.records.events import Claim, LogError, read_events
 from triaccel_ray.search_spaces.thresholds import ANCHOR, Calibration, calibration, search_space, thresholds
@@ -29,7 +29,7 @@ from triaccel_ray.service.runs.trial import RunContext, reopen
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.search.suggestions import JournaledSearch, quiet_optuna
 from triaccel_ray.service.storage.layout import BASELINES, EVENTS, read_value, write_value
-from triaccel_ray.service.storage.mirror import bring, pull_run
+from triaccel_ray.service.storage.mirror import pull_run, upload
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.training_folder import editing_log
 
@@ -37,7 +37,7 @@ _WAY_OUT = "restore it, or begin a new search"
 SEARCH = "search.json"
 PREPARED = "prepared.json"
 TRIALS = "trials"
-_AGAIN = "-again-"
+_REPEAT_SUFFIX = "-again-"
 JOURNAL = "trials.jsonl"
 REPEATS = "repeats"
 FOUND = "found.json"
@@ -77,8 +77,9 @@ class SearchRecord:
     @property
     def objective(self) -> Objective:
         """The objective of the trials; until the baselines have finished, without the constraint on the metric."""
-        without = Objective(name=self.spec.objective, goal=self.spec.base.goal)
-        return without if self.prepared is None else self.prepared.objective
+        if self.prepared is not None:
+            return self.prepared.objective
+        return Objective(name=self.spec.objective, goal=self.spec.base.goal)
 
 
 def prepare(spec: SearchSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None = None) -> Prepared:
@@ -93,9 +94,9 @@ def prepare(spec: SearchSpec, place: StoragePath, *, num_gpus: float, shared: Sh
         return read_value(Prepared, path, _WAY_OUT)
     specs = {"fp32": replace(base, method="fp32"), "amp": replace(base, method="amp")}
     if spec.space == "thresholds":
-        epochs = min(-(-base.recipe.epochs // 2), PROBE_EPOCHS)
+        epochs = min(math.ceil(base.recipe.epochs / 2), PROBE_EPOCHS)
         specs["probe"] = replace(base, method="probe", recipe=replace(base.recipe, epochs=epochs))
-    missing = {name: each for name, each in specs.items() if not is_finished(read_if_begun(baselines.folder / name))}
+    missing = {name: run for name, run in specs.items() if not is_finished(read_if_begun(baselines.folder / name))}
     # In one reused process, like the trials: a new process holds less memory.
     for error in run_all(missing, baselines, num_gpus=num_gpus, shared=shared, reuse_actors=True).values():
         raise error
@@ -149,21 +150,24 @@ def tune_trials(
         for trial in trials.folder.glob("*"):
             with editing_log(trials / trial.name) as log:
                 reopen(log)
-    space, pareto, epochs = search_space(spec.space, spec.optional), spec.objective == "pareto", base.recipe.epochs
-    several = {"quality": True, "seconds_per_epoch": False, "peak_gb": False}
+    space = search_space(spec.space, spec.optional)
+    scheduler: TrialScheduler = pruner(base.recipe.epochs)
+    maximized = {"objective": True}
+    if spec.objective == "pareto":
+        scheduler = FIFOScheduler()
+        maximized = {"quality": True, "seconds_per_epoch": False, "peak_gb": False}
     with warnings.catch_warnings(), quiet_optuna():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         suggestions = JournaledSearch(
             space,
             place.folder / JOURNAL,
-            maximised=several if pareto else {"objective": True},
+            maximized=maximized,
             first={name: ANCHOR[name] for name in space},
             num_startup=max(spec.num_trials // 4, 4),
             seed=spec.seed,
             claim=claim,
-            noted=partial(bring, place, [JOURNAL]),
+            on_journaled=partial(upload, place, [JOURNAL]),
         )
-        scheduler = FIFOScheduler() if pareto else pruner(epochs)
         config = tune.TuneConfig(
             search_alg=suggestions, scheduler=scheduler, num_samples=spec.num_trials, reuse_actors=True
         )
@@ -182,11 +186,13 @@ def read_search(folder: Path) -> SearchRecord:
     baselines = {name: run for name in ("fp32", "amp", "probe") if (run := read_if_begun(folder / BASELINES / name))}
     trials, damaged = list[RunRecord](), dict[str, str]()
     repeats = defaultdict[str, list[RunRecord]](list)
-    for path in sorted(path for kind in (TRIALS, REPEATS) for path in (folder / kind).glob("*")):
+    for path in [*sorted((folder / REPEATS).glob("*")), *sorted((folder / TRIALS).glob("*"))]:
         try:
-            if run := read_if_begun(path):
-                is_repeat = path.parent.name == REPEATS
-                (repeats[path.name.rpartition(_AGAIN)[0]] if is_repeat else trials).append(run)
+            run = read_if_begun(path)
+            if run is not None and path.parent.name == REPEATS:
+                repeats[path.name.rpartition(_REPEAT_SUFFIX)[0]].append(run)
+            elif run is not None:
+                trials.append(run)
         except LogError as error:
             damaged[path.name] = str(error)
     return SearchRecord(
@@ -205,8 +211,7 @@ def ranked(record: SearchRecord) -> list[tuple[float, RunRecord]]:
 
     Finished trials come before stopped ones, whose figures may be those of three epochs.
     """
-    judge = record.objective
-    valued = [(judge.value(run.epochs[-1].epoch, figures), run) for run in record.trials if (figures := run.figures)]
+    valued = [(_value(record, run), run) for run in record.trials if run.figures is not None]
     return sorted(valued, key=lambda pair: (pair[1].status != "finished", -pair[0], pair[1].name))
 
 
@@ -221,21 +226,22 @@ def contenders(record: SearchRecord) -> dict[str, RunRecord]:
     Of a run and its repeats, the best one counts: other load on the machine lengthens steps, and never shortens them.
     """
     best = best_trial(record)
-    found = {} if best is None else {best.name: best}
-    found |= {name: run for name in ("amp", "fp32") if is_finished(run := record.baselines.get(name))}
-    again = best_repeats(record)
-    return {name: max(run, again.get(name, run), key=partial(_value, record)) for name, run in found.items()}
+    runs = {} if best is None else {best.name: best}
+    runs |= {name: record.baselines[name] for name in ("amp", "fp32") if is_finished(record.baselines.get(name))}
+    repeats = best_repeats(record)
+    return {name: max(run, repeats.get(name, run), key=partial(_value, record)) for name, run in runs.items()}
 
 
 def best_repeats(record: SearchRecord) -> dict[str, RunRecord]:
     """Returns the best finished repeat of each repeated run, by the run's name."""
-    finished = {name: [run for run in again if is_finished(run)] for name, again in record.repeats.items()}
-    return {name: max(again, key=partial(_value, record)) for name, again in finished.items() if again}
+    finished = {name: [run for run in runs if is_finished(run)] for name, runs in record.repeats.items()}
+    return {name: max(runs, key=partial(_value, record)) for name, runs in finished.items() if runs}
 
 
 def _value(record: SearchRecord, run: RunRecord) -> float:
-    """Returns the objective value of a finished run; minus infinity without figures."""
-    return -math.inf if (figures := run.figures) is None else record.objective.value(run.epochs[-1].epoch, figures)
+    """Returns the objective value of a run; minus infinity without figures."""
+    figures = run.figures
+    return -math.inf if figures is None else record.objective.value(run.epochs[-1].epoch, figures)
 
 
 def to_be_repeated(record: SearchRecord) -> dict[str, RunSpec]:
@@ -246,12 +252,14 @@ def to_be_repeated(record: SearchRecord) -> dict[str, RunSpec]:
     runs = contenders(record) if best_trial(record) else {}
     if any(sum(epoch.seconds for epoch in run.epochs) > REPEATED_BELOW_S for run in runs.values()):
         return {}
-    done = {run.name for again in record.repeats.values() for run in again if is_finished(run)}
-    rounds = [(f"{name}{_AGAIN}{number + 1}", run) for number in range(NUM_REPEATS) for name, run in runs.items()]
-    return {name: run.spec for name, run in rounds if name not in done}
+    done = {run.name for repeats in record.repeats.values() for run in repeats if is_finished(run)}
+    todo: dict[str, RunSpec] = {}
+    for number in range(1, NUM_REPEATS + 1):
+        todo |= {f"{name}{_REPEAT_SUFFIX}{number}": run.spec for name, run in runs.items()}
+    return {name: spec for name, spec in todo.items() if name not in done}
 
 
-def found_in(record: SearchRecord) -> TunedThresholds | None:
+def tuned_thresholds_of(record: SearchRecord) -> TunedThresholds | None:
     """Returns the best thresholds of a search; None while no finished trial is within the margin."""
     best, compared = best_trial(record), contenders(record)
     if best is None or "amp" not in compared or record.prepared is None:

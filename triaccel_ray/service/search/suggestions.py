@@ -34,37 +34,37 @@ class JournaledSearch(Searcher):
         space: Mapping[str, Any],
         journal: Path,
         *,
-        maximised: Mapping[str, bool],
+        maximized: Mapping[str, bool],
         first: Mapping[str, Any],
         num_startup: int,
         seed: int,
         claim: Claim | None = None,
-        noted: Callable[[], object] = lambda: None,
+        on_journaled: Callable[[], object] = lambda: None,
     ) -> None:
         """Reads the journal, if there is one, and cuts off an incomplete last line.
 
         Args:
             space: dimensions as for Ray Tune.
             journal: path of the journal.
-            maximised: metric -> True to maximize it, False to minimize it.
+            maximized: metric -> True to maximize it, False to minimize it.
             first: the sample to begin with.
             num_startup: trials before samples depend on results.
             seed: base of the seeds of all samplers.
             claim: claim on the search's log; nothing is suggested or journaled once another process has taken it over.
-            noted: called after each new sample is journaled.
+            on_journaled: called after each new sample is journaled.
 
         Raises:
             LogError: the journal is damaged.
         """
         super().__init__()
-        self._metrics, self._journal, self._num_startup, self._seed = list(maximised), journal, num_startup, seed
-        self._claim, self._noted = claim, noted
+        self._metrics, self._journal, self._num_startup, self._seed = list(maximized), journal, num_startup, seed
+        self._claim, self._on_journaled = claim, on_journaled
         self._space = OptunaSearch.convert_search_space(dict(space))
         samples, self._ended = _read(journal)
         self._num_known = len(samples)
         if journal.exists():
             os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
-        directions = [StudyDirection.MAXIMIZE if each else StudyDirection.MINIMIZE for each in maximised.values()]
+        directions = [StudyDirection.MAXIMIZE if each else StudyDirection.MINIMIZE for each in maximized.values()]
         self._study = optuna.create_study(directions=directions)
         for sample in samples or [first]:
             self._study.enqueue_trial(dict(sample))
@@ -86,8 +86,8 @@ class JournaledSearch(Searcher):
             self._study.sampler = TPESampler(n_startup_trials=self._num_startup, multivariate=True, seed=seed)
         trial = self._study.ask(fixed_distributions=self._space)
         if number >= self._num_known:
-            self._note({NAME: name, "sample": trial.params})
-            self._noted()
+            self._append({NAME: name, "sample": trial.params})
+            self._on_journaled()
         self._trials[trial_id] = name, trial
         return {**trial.params, NAME: name, ENDED: name in self._ended}
 
@@ -111,7 +111,7 @@ class JournaledSearch(Searcher):
             self.on_trial_result(trial_id, result)
             self._study.tell(trial, state=TrialState.PRUNED)
         if name not in self._ended:
-            self._note({NAME: name, ENDED: True})
+            self._append({NAME: name, ENDED: True})
 
     def save(self, checkpoint_path: str) -> None:
         """Does nothing: the journal is complete at any time."""
@@ -119,7 +119,7 @@ class JournaledSearch(Searcher):
     def restore(self, checkpoint_path: str) -> None:
         """Does nothing: the constructor has read the journal."""
 
-    def _note(self, line: Mapping[str, Any]) -> None:
+    def _append(self, line: Mapping[str, Any]) -> None:
         if self._claim is not None:
             self._claim.require()
         with reporting_full_disk(self._journal.parent), self._journal.open("ab") as file:
@@ -163,8 +163,7 @@ def _read(journal: Path) -> tuple[list[Mapping[str, Any]], frozenset[str]]:
         return [], frozenset()
     try:
         lines = [json.loads(line) for line in journal.read_bytes().split(b"\n")[:-1]]
-        return [each["sample"] for each in lines if "sample" in each], frozenset(
-            each[NAME] for each in lines if ENDED in each
-        )
+        samples = [line["sample"] for line in lines if "sample" in line]
+        return samples, frozenset(line[NAME] for line in lines if ENDED in line)
     except (ValueError, KeyError, TypeError) as error:
         raise LogError(f"{journal} cannot be read ({error}): restore it, or begin a new search") from error

@@ -47,16 +47,16 @@ class Background:
             interval_s: seconds after which it is called without a request; None: only on request.
         """
         self._work, self._what, self._interval_s = work, what, interval_s
-        self._asked, self._is_ending = threading.Event(), False
+        self._requested, self._is_ending = threading.Event(), False
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._go_on, name=f"mirror {what}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"mirror {what}", daemon=True)
         self._thread.start()
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Requests a call of `work` soon; raises the error that has ended the thread, if any."""
         if self._error is not None and not self._thread.is_alive():
             raise self._error
-        self._asked.set()
+        self._requested.set()
 
     def stop(self, patience_s: float) -> None:
         """Ends the thread; requested work that has not begun is dropped.
@@ -65,15 +65,15 @@ class Background:
             StoreError: the thread still waits for the store after `patience_s` seconds.
         """
         self._is_ending = True
-        self._asked.set()
+        self._requested.set()
         self._thread.join(patience_s)
         if self._thread.is_alive():
             raise StoreError(f"{self._what}: the store has not answered for {patience_s:.0f} s")
 
-    def _go_on(self) -> None:
+    def _run(self) -> None:
         while True:
-            self._asked.wait(self._interval_s if self._error is None else RETRY_S)
-            self._asked.clear()
+            self._requested.wait(self._interval_s if self._error is None else RETRY_S)
+            self._requested.clear()
             if self._is_ending:
                 return
             try:
@@ -83,7 +83,7 @@ class Background:
                     _logger.warning("%s: %s. Work goes on, and is brought there later", self._what, error)
                 self._error = error
             except Exception as error:
-                if not isinstance(error, TakenOverError):  # `ask` raises it, but may never be called for others
+                if not isinstance(error, TakenOverError):  # `request` raises it, but may never be called for others
                     _logger.exception("%s: nothing more is brought to the store meanwhile", self._what)
                 self._error = error
                 return

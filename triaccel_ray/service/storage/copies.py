@@ -25,52 +25,53 @@ from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVEN
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp, Store
 
-LOG = (SPEC, ERROR, DAMAGED, REPLACED, EVENTS)
+LOG_FILES = (SPEC, ERROR, DAMAGED, REPLACED, EVENTS)
 """Files to view a run, though not to resume it; the log is last because it says what the others hold."""
-RUN = (MODEL, *LOG, CHECKPOINT)
+RUN_FILES = (MODEL, *LOG_FILES, CHECKPOINT)
 """Files that a run uploads, in this order. Everything else stays on its machine."""
-PAGES = (SETTINGS, "found.json", "comparison.md", "report.html")
+PAGE_FILES = (SETTINGS, "found.json", "comparison.md", "report.html")
 WRITER = ".writer"
 """File in the store that names the training folder in which a run continues."""
 SETS = ("search.json", "comparison.json")
-COMMAND = (*SETS, "prepared.json", "choices.json", "trials.jsonl", "mlflow.json", *PAGES)
-"""Files that a command writes: request, results, suggestions, MLflow state, reports. With one of SETS also its log."""
+"""Specs of searches and comparisons, which are sets of runs."""
+COMMAND_FILES = (*SETS, "prepared.json", "choices.json", "trials.jsonl", "mlflow.json", *PAGE_FILES)
+"""Files that a command writes: request, results, suggestions, MLflow state, reports. With a spec also its log."""
 
 
 def push(
     place: StoragePath,
     folder: Path,
     files: Sequence[str],
-    there: Mapping[str, Stamp],
+    remote: Mapping[str, Stamp],
     *,
     before: Callable[[], None] = lambda: None,
 ) -> None:
     """Uploads those `files` of `folder`, in this order, that the store lacks or has in another version.
 
-    `there` lists the store's files at `place`. Nothing is deleted in a store: a traceback that is gone here becomes an
+    `remote` lists the store's files at `place`. Nothing is deleted in a store: a traceback that is gone here becomes an
     empty file there. `before` is called once before the first upload, and not at all if there is none.
     """
     with contextlib.ExitStack() as open_files:
-        news: dict[str, tuple[BinaryIO, int]] = {}
+        changed: dict[str, tuple[BinaryIO, int]] = {}
         for file in reversed(files):  # a checkpoint first: the log then holds all records it counts
             try:
                 source = open_files.enter_context((folder / file).open("rb"))
             except FileNotFoundError:
-                if file == ERROR and file in there and there[file].size:
-                    news[file] = io.BytesIO(), 0
+                if file == ERROR and file in remote and remote[file].size:
+                    changed[file] = io.BytesIO(), 0
                 continue
-            here = Stamp.of(os.fstat(source.fileno()))
-            if here != there.get(file):
-                news[file] = source, here.size  # records appended from here on are uploaded later
-        if news:
+            local = Stamp.of(os.fstat(source.fileno()))
+            if local != remote.get(file):
+                changed[file] = source, local.size  # records appended from here on are uploaded later
+        if changed:
             before()
-        for file, (content, num_bytes) in reversed(news.items()):
+        for file, (content, num_bytes) in reversed(changed.items()):
             stamp = store_of(place).write(f"{place.name}/{file}", content, num_bytes)
             if not isinstance(content, io.BytesIO):
                 os.utime(content.fileno(), ns=(stamp.mtime_ns, stamp.mtime_ns))
 
 
-def pull(place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[str, Stamp]) -> None:
+def pull(place: StoragePath, folder: Path, files: Sequence[str], remote: Mapping[str, Stamp]) -> None:
     """Downloads those `files` that `folder` lacks or has in another version; an empty one deletes the local file.
 
     A command's file that is newer here is kept: the command may have been killed before it could upload it.
@@ -79,11 +80,13 @@ def pull(place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[
         DiskFullError: the disk has no room for them.
     """
     for file in reversed(files):
-        path, stamp = folder / file, there.get(file)
+        path, stamp = folder / file, remote.get(file)
         if stamp is None:
             continue
-        here = Stamp.of(path.stat()) if path.exists() else None
-        if here == stamp or (here is not None and file in COMMAND and here.mtime_ns > stamp.mtime_ns):
+        local = Stamp.of(path.stat()) if path.exists() else None
+        if local == stamp:
+            continue
+        if local is not None and file in COMMAND_FILES and local.mtime_ns > stamp.mtime_ns:
             continue
         if stamp.size == 0:
             path.unlink(missing_ok=True)
@@ -107,8 +110,8 @@ def naming_local_copy(place: StoragePath, folder: Path) -> Iterator[None]:
         yield
     except StoreError as error:
         whole = place.name.partition("/")[0]  # for a trial, its search
-        words = shlex.join(["triaccel", "resume", whole, "--storage-path", place.storage])
+        command = shlex.join(["triaccel", "resume", whole, "--storage-path", place.storage])
         raise StoreError(
             f"not everything of {place} is in the store ({error}). Nothing is lost: it is in {folder} on this "
-            f"machine, and `{words}` typed here brings it there once the store answers"
+            f"machine, and `{command}` typed here brings it there once the store answers"
         ) from error

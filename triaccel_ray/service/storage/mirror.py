@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import DiskFullError, StoreError, cause_of
 from triaccel_ray.service.storage.background import PATIENCE_S, Background, retry
-from triaccel_ray.service.storage.copies import COMMAND, LOG, SETS, naming_local_copy, pull, push, store_of
+from triaccel_ray.service.storage.copies import COMMAND_FILES, LOG_FILES, SETS, naming_local_copy, pull, push, store_of
 from triaccel_ray.service.storage.layout import EVENTS, name_in_use, require_new
 from triaccel_ray.service.storage.storage_path import StoragePath, is_plain_name
 from triaccel_ray.service.storage.store import Stamp
@@ -42,42 +42,42 @@ def mirrored(place: StoragePath, *, patience_s: float = PATIENCE_S) -> Iterator[
         yield
         return
 
-    def exchange() -> None:
+    def sync() -> None:
         _push_commands(place)
         _pull_logs(place)
 
-    def settle() -> None:
+    def sync_all() -> None:
         _push_runs(place)
-        exchange()
+        sync()
 
     try:
-        held = _lock(place).acquire(timeout=patience_s)
+        lock = _lock(place).acquire(timeout=patience_s)
     except Timeout:
         raise StoreError(
             f"{place}: another process of this machine works on it; wait for it, or end it, then go on with "
             "`triaccel resume`"
         ) from None
-    with held:
-        settle()
-        following = Background(exchange, str(place), interval_s=INTERVAL_S)
+    with lock:
+        sync_all()
+        background = Background(sync, str(place), interval_s=INTERVAL_S)
         try:
             yield
         except BaseException as error:
-            with contextlib.suppress(StoreError):  # the last exchange below uploads what is missing
-                following.stop(5.0)
+            with contextlib.suppress(StoreError):  # the last sync below uploads what is missing
+                background.stop(5.0)
             if cause_of(error) != "taken_over":
                 try:  # briefly: the user is waiting for the error message
                     with naming_local_copy(place, StoragePath(place.storage).folder):
-                        retry(settle, min(patience_s, 5.0))
+                        retry(sync_all, min(patience_s, 5.0))
                 except (StoreError, DiskFullError) as failure:
                     _logger.warning("%s", failure)
             raise
         with naming_local_copy(place, StoragePath(place.storage).folder):
-            following.stop(patience_s)
-            retry(settle, patience_s)
+            background.stop(patience_s)
+            retry(sync_all, patience_s)
 
 
-def bring(place: StoragePath, files: Sequence[str]) -> None:
+def upload(place: StoragePath, files: Sequence[str]) -> None:
     """Uploads files that a command has just written at `place`; logs a warning if it cannot."""
     if place.uri is not None:
         try:
@@ -92,10 +92,10 @@ def pull_all(place: StoragePath) -> None:
         return
     if not place.folder.exists():
         _push_runs(place)  # a run that began here and has uploaded nothing yet
-    if folders := _folders(place):
+    if folders := _remote_folders(place):
         with contextlib.suppress(Timeout), _lock(place).acquire(timeout=0.0):
-            for folder, there in folders:
-                pull(folder, folder.folder, (*COMMAND, *LOG), there)
+            for folder, remote in folders:
+                pull(folder, folder.folder, (*COMMAND_FILES, *LOG_FILES), remote)
 
 
 def pull_run(place: StoragePath, patience_s: float = PATIENCE_S) -> None:
@@ -120,17 +120,18 @@ def require_unused(place: StoragePath) -> None:
 
 
 def _pull_logs(place: StoragePath) -> None:
-    for folder, there in _folders(place):
-        if not any(file in there for file in SETS):  # its command writes its log
-            pull(folder, folder.folder, LOG, there)
+    for folder, remote in _remote_folders(place):
+        if not any(file in remote for file in SETS):  # its command writes its log
+            pull(folder, folder.folder, LOG_FILES, remote)
 
 
 def _push_commands(place: StoragePath) -> None:
-    remote = dict(_folders(place))
+    remote = dict(_remote_folders(place))
     for path in (place.folder, *place.folder.rglob("*/")):
         folder = _below(place, path.relative_to(place.folder))
-        is_set = any((path / file).exists() for file in SETS)
-        push(folder, path, (*COMMAND, EVENTS) if is_set else COMMAND, remote.get(folder, {}))
+        has_many_runs = any((path / file).exists() for file in SETS)
+        files = (*COMMAND_FILES, EVENTS) if has_many_runs else COMMAND_FILES
+        push(folder, path, files, remote.get(folder, {}))
 
 
 def _push_runs(place: StoragePath) -> None:
@@ -141,14 +142,15 @@ def _push_runs(place: StoragePath) -> None:
             TrainingFolder(_below(place, log.parent.relative_to(root))).push()
 
 
-def _folders(place: StoragePath) -> list[tuple[StoragePath, dict[str, Stamp]]]:
+def _remote_folders(place: StoragePath) -> list[tuple[StoragePath, dict[str, Stamp]]]:
     """Returns the folders at and below `place` in the store, and the files in each."""
-    found: dict[str, dict[str, Stamp]] = {}
+    stamps: dict[str, dict[str, Stamp]] = {}
     for path, stamp in store_of(place).files(place.name, recursive=True).items():
         folder, _, file = path.rpartition("/")
-        if all(map(is_plain_name, folder.split("/") if folder else [])):  # a key may be ../../anything
-            found.setdefault(folder, {})[file] = stamp
-    return [(_below(place, Path(folder)), stamps) for folder, stamps in sorted(found.items())]
+        parts = folder.split("/") if folder else []
+        if all(map(is_plain_name, parts)):  # a key may be ../../anything
+            stamps.setdefault(folder, {})[file] = stamp
+    return [(_below(place, Path(folder)), files) for folder, files in sorted(stamps.items())]
 
 
 def _below(place: StoragePath, relative: Path) -> StoragePath:

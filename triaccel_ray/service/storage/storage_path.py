@@ -38,10 +38,9 @@ class StoragePath:
         require(self.storage.strip() != "", "storage path", self.storage, rule)
         if self.uri is None:
             scheme, _, rest = self.storage.partition(":/")
-            is_mistyped = re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]+", scheme) is not None and self.storage != scheme
-            require(
-                not is_mistyped, "storage path", self.storage, f"must be a folder, or a URI such as {scheme}://{rest}"
-            )
+            is_mistyped = self.storage != scheme and re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]+", scheme) is not None
+            rule = f"must be a folder, or a URI such as {scheme}://{rest}"
+            require(not is_mistyped, "storage path", self.storage, rule)
             expanded(self.storage)
         else:
             _require_no_secret(self.uri)

@@ -51,7 +51,7 @@ class Store:
 
     def check(self, *, writable: bool) -> None:
         """Checks that the store can be used; with `writable`, creates the folder and writes a small test file."""
-        with self._reached(must_exist=not writable) as (filesystem, root):
+        with self._opened(must_exist=not writable) as (filesystem, root):
             if writable and not _exists(filesystem, root):
                 filesystem.create_dir(root, recursive=False)  # not its parents: a mount may be missing
         if writable:
@@ -63,7 +63,7 @@ class Store:
         """Returns the stamps of the files in the folder `below`, by relative path; the folder need not exist."""
         from pyarrow import fs
 
-        with self._reached() as (filesystem, root):
+        with self._opened() as (filesystem, root):
             folder = f"{root}/{below}".rstrip("/")
             infos = filesystem.get_file_info(fs.FileSelector(folder, recursive=recursive, allow_not_found=True))
             files = [info for info in infos if info.type is fs.FileType.File]
@@ -71,7 +71,7 @@ class Store:
 
     def read_text(self, name: str) -> str:
         """Returns the text of a small file."""
-        with self._reached() as (filesystem, root), filesystem.open_input_stream(f"{root}/{name}") as source:
+        with self._opened() as (filesystem, root), filesystem.open_input_stream(f"{root}/{name}") as source:
             return str(source.read().decode())
 
     def read(self, name: str, target: Path) -> None:
@@ -83,7 +83,7 @@ class Store:
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
             with (
-                self._reached() as (filesystem, root),
+                self._opened() as (filesystem, root),
                 filesystem.open_input_stream(f"{root}/{name}", compression=None) as source,
                 partial.open("wb") as file,
             ):
@@ -98,26 +98,27 @@ class Store:
         Readers see the old file or the new one. Object stores replace a file atomically; elsewhere it is written under
         another name and renamed. Only on HDFS the file is missing for a moment, between deletion and renaming.
         """
-        with self._reached(is_disk_theirs=True) as (filesystem, root):
-            path = written = f"{root}/{name}"
-            if filesystem.type_name not in OBJECT_STORES:
+        with self._opened(is_remote_disk=True) as (filesystem, root):
+            path = target = f"{root}/{name}"
+            is_object_store = filesystem.type_name in OBJECT_STORES
+            if not is_object_store:
                 folder, _, file_name = path.rpartition("/")
                 filesystem.create_dir(folder, recursive=True)
-                written = f"{folder}/.{file_name}.partial"
-            with filesystem.open_output_stream(written, compression=None) as stream:
+                target = f"{folder}/.{file_name}.partial"
+            with filesystem.open_output_stream(target, compression=None) as stream:
                 _copy(source, stream, num_bytes)
-            if written != path:
-                filesystem.move(written, path)
+            if not is_object_store:
+                filesystem.move(target, path)
             return _stamp(filesystem.get_file_info(path))
 
     @contextlib.contextmanager
-    def _reached(self, *, must_exist: bool = True, is_disk_theirs: bool = False) -> Iterator[tuple[Any, str]]:
+    def _opened(self, *, must_exist: bool = True, is_remote_disk: bool = False) -> Iterator[tuple[Any, str]]:
         """Yields the file system and the folder's path in it; turns errors of the body into StoreError.
 
         A missing folder is an error: it must not be taken for empty, nor be created in place of a missing mount.
         """
         filesystem, root = _open(self.uri)
-        with _explained(self.uri, _WAY_OUT, is_disk_theirs=is_disk_theirs):
+        with _explained(self.uri, _WAY_OUT, is_remote_disk=is_remote_disk):
             if must_exist and not _exists(filesystem, root):
                 raise FileNotFoundError(f"there is no {root}")
             yield filesystem, root
@@ -153,14 +154,14 @@ def _open(uri: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def _explained(uri: str, way_out: str, *, is_disk_theirs: bool = True) -> Iterator[None]:
+def _explained(uri: str, way_out: str, *, is_remote_disk: bool = True) -> Iterator[None]:
     """Turns any exception into a StoreError that ends with `way_out`, unless this machine's disk is full."""
     try:
         yield
     except StoreError:
         raise
     except Exception as error:  # each file system, fsspec's included, raises errors of its own
-        if is_disk_full(error) and not is_disk_theirs:
+        if is_disk_full(error) and not is_remote_disk:
             raise
         raise StoreError(f"storage path = {uri!r}: {first_line(error)[:300]}; {way_out}") from error
 

@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.storage.background import PATIENCE_S, Background, retry
-from triaccel_ray.service.storage.copies import LOG, RUN, WRITER, naming_local_copy, pull, push, store_of
+from triaccel_ray.service.storage.copies import LOG_FILES, RUN_FILES, WRITER, naming_local_copy, pull, push, store_of
 from triaccel_ray.service.storage.layout import EVENTS, PREVIOUS, write_atomically
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp
@@ -33,10 +33,10 @@ class TrainingFolder:
         self._writer_before: str | None = None
         self._pushing: Background | None = None
 
-    def open(self, files: Sequence[str] = RUN) -> None:
+    def open(self, files: Sequence[str] = RUN_FILES) -> None:
         """Downloads `files` of the run, which may have begun on another machine, and starts background uploads."""
         if self._place.uri is not None:
-            retry(lambda: self._take(files), self._patience_s)
+            retry(lambda: self._download(files), self._patience_s)
             self._pushing = Background(self.push, str(self._place))
 
     def push_soon(self) -> None:
@@ -46,7 +46,7 @@ class TrainingFolder:
             TakenOverError: the run continues in another training folder.
         """
         if self._pushing is not None:
-            self._pushing.ask()
+            self._pushing.request()
 
     def close(self) -> None:
         """Uploads everything and ends background uploads; may be called again.
@@ -67,37 +67,39 @@ class TrainingFolder:
         Raises:
             TakenOverError: the run continues in another training folder.
         """
-        if not any((self.path / file).exists() for file in RUN):
+        if not any((self.path / file).exists() for file in RUN_FILES):
             return  # a refused run must not reserve its name
         with FileLock(self.path / ".push.lock"):
-            there, writer = self._there()
-            own = self._own_name()
-            if writer not in (None, own, self._writer_before):
+            remote, writer = self._remote_state()
+            own_name = self._own_name()
+            if writer not in (None, own_name, self._writer_before):
                 raise TakenOverError(
                     f"{self._place}: another process has taken this run over, and goes on with it ({writer}); this one "
                     "has ended and brings nothing more there"
                 )
 
             def take_over() -> None:
-                if writer != own:
-                    name, content = f"{self._place.name}/{WRITER}", own.encode()
-                    store_of(self._place).write(name, io.BytesIO(content), len(content))
+                if writer != own_name:
+                    content = own_name.encode()
+                    store_of(self._place).write(f"{self._place.name}/{WRITER}", io.BytesIO(content), len(content))
                 self._writer_before = None  # even if an upload fails: the earlier writer's name now means takeover
 
-            push(self._place, self.path, RUN, there, before=take_over)
+            push(self._place, self.path, RUN_FILES, remote, before=take_over)
 
-    def _take(self, files: Sequence[str]) -> None:
-        there, self._writer_before = self._there()
+    def _download(self, files: Sequence[str]) -> None:
+        remote, self._writer_before = self._remote_state()
         if self._writer_before is not None and self._writer_before != self._own_name():
-            for file in (EVENTS, *RUN, PREVIOUS):  # outdated: the run continued elsewhere
+            for file in (EVENTS, *RUN_FILES, PREVIOUS):  # outdated: the run continued elsewhere
                 (self.path / file).unlink(missing_ok=True)
-        pull(self._place, self.path, [file for file in files if not (self.path / file).exists()], there)
+        missing = [file for file in files if not (self.path / file).exists()]
+        pull(self._place, self.path, missing, remote)
 
-    def _there(self) -> tuple[dict[str, Stamp], str | None]:
+    def _remote_state(self) -> tuple[dict[str, Stamp], str | None]:
         """Returns the run's files in the store, and the name of its writer."""
         store, name = store_of(self._place), self._place.name
-        there = store.files(name, recursive=False)
-        return there, store.read_text(f"{name}/{WRITER}") if WRITER in there else None
+        remote = store.files(name, recursive=False)
+        writer = store.read_text(f"{name}/{WRITER}") if WRITER in remote else None
+        return remote, writer
 
     def _own_name(self) -> str:
         path = self.path / WRITER
@@ -111,7 +113,7 @@ class TrainingFolder:
 def editing_log(place: StoragePath) -> Iterator[Path]:
     """Yields the local folder of a run that is not training; uploads the log that the body has changed."""
     folder = TrainingFolder(place)
-    folder.open(LOG)
+    folder.open(LOG_FILES)
     try:
         yield folder.path
     finally:

@@ -21,10 +21,10 @@ RESULT = "final/"
 NAMED = ("task", "method", "seed", "kind", "space", "objective", "margin", "methods")
 """Entries of a start record's `info` that become params, besides tags."""
 
-_ACTING_WHEN_OFF: Mapping[str, tuple[str, ...]] = {"precision": ("initial",), "batch": ("start",)}
+_IN_EFFECT_WHEN_OFF: Mapping[str, tuple[str, ...]] = {"precision": ("initial",), "batch": ("start",)}
 """Part of the control loop -> its settings that apply even if the part is switched off."""
 
-_REFUSED = re.compile(r"[^\w.\- :/]")
+_ILLEGAL = re.compile(r"[^\w.\- :/]")
 """Characters that MLflow does not allow in names."""
 
 
@@ -56,7 +56,7 @@ def params_of(start: Start) -> dict[str, str]:
     if method in ("fp32", "amp"):
         settings["batch.start"] = start.control.batch.start
     elif method is not None:
-        settings |= _acting(encode(start.control))
+        settings |= _settings_in_effect(encode(start.control))
     settings |= start.parameters
     if method != "amp":
         settings.pop("recipe.amp", None)
@@ -70,17 +70,17 @@ def tags_of(start: Start) -> dict[str, str]:
 
 def legal_name(name: str) -> str:
     """Returns `name` with an underscore for each character that MLflow refuses."""
-    return _REFUSED.sub("_", name)
+    return _ILLEGAL.sub("_", name)
 
 
 def _tick_metrics(tick: Tick) -> dict[str, float | None]:
-    seen, memory, plan = tick.observation, tick.observation.memory, tick.applied.plan
+    observation, memory, plan = tick.observation, tick.observation.memory, tick.applied.plan
     levels = list(plan.precision.values())
     scales = [plan.lr_scale.get(name, 1.0) for name in plan.precision]
     layers = tick.decision.state.layers.values()
     eigenvalues = [layer.eigenvalues[0] for layer in layers if layer.eigenvalues]
     return {
-        "train/loss": seen.loss,
+        "train/loss": observation.loss,
         "control/batch_size": plan.batch_size,
         "control/micro_batches": plan.num_micro_batches,
         "control/adapt_seconds": tick.applied.adapt_ms / 1e3,
@@ -95,9 +95,9 @@ def _tick_metrics(tick: Tick) -> dict[str, float | None]:
         "lr/scale_min": min(scales, default=None),
         "lr/scale_mean": sum(scales) / len(scales) if scales else None,
         "lr/batch_scale": plan.batch_lr_scale,
-        "loss_scale": seen.loss_scale,
-        "skipped_steps": seen.num_skipped,
-        "faults": len(seen.faults),
+        "loss_scale": observation.loss_scale,
+        "skipped_steps": observation.num_skipped,
+        "faults": len(observation.faults),
     }
 
 
@@ -118,19 +118,20 @@ def _epoch_metrics(epoch: Epoch) -> dict[str, float | None]:
     }
 
 
-def _acting(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _settings_in_effect(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns the settings under dotted names, without those that a switched-off part does not use."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         if not isinstance(value, Mapping):
             flat[f"{prefix}{name}"] = value
             continue
-        is_off = value.get("enabled") is False
-        kept = {key: value[key] for key in ("enabled", *_ACTING_WHEN_OFF.get(name, ()))} if is_off else value
-        flat |= _acting(kept, f"{prefix}{name}.")
+        if value.get("enabled") is False:
+            value = {key: value[key] for key in ("enabled", *_IN_EFFECT_WHEN_OFF.get(name, ()))}
+        flat |= _settings_in_effect(value, f"{prefix}{name}.")
     return flat
 
 
 def _text(value: Any) -> str:
     """Returns the value as text; whole numbers have no decimals, even if they are floats."""
-    return f"{value:.0f}" if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else str(value)
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
+    return f"{value:.0f}" if is_whole else str(value)

@@ -49,9 +49,9 @@ def register(tracker: Tracker, run_id: str, name: str, build: Callable[[], nn.Mo
 
 def _versions(tracker: Tracker, run_id: str, name: str, tags: Mapping[str, str]) -> list[ModelVersion]:
     """Returns the versions of the model `name` that come from the run and have these tags, oldest first."""
-    found = tracker.client.search_model_versions(f"run_id = '{run_id}'")
-    ours = [each for each in found if each.name == name and tags.items() <= each.tags.items()]
-    return sorted(ours, key=lambda version: int(version.version))
+    of_run = tracker.client.search_model_versions(f"run_id = '{run_id}'")
+    matching = [version for version in of_run if version.name == name and tags.items() <= version.tags.items()]
+    return sorted(matching, key=lambda version: int(version.version))
 
 
 def _upload(tracker: Tracker, run_id: str, model: nn.Module) -> str:

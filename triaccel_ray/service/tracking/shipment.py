@@ -23,10 +23,8 @@ from triaccel_ray.service.tracking.metrics import RESULT, metrics_of, params_of,
 from triaccel_ray.service.tracking.shipped import SHIPPED, Shipped, read_shipped
 from triaccel_ray.service.tracking.tracking import Tracker
 
-ARTIFACTS = (
-    *(EVENTS, SPEC, "found.json", "comparison.json", "choices.json"),
-    *("comparison.md", "report.html", ERROR, FIGURES),
-)
+_INPUTS_AND_RESULTS = (EVENTS, SPEC, "found.json", "comparison.json", "choices.json")
+ARTIFACTS = (*_INPUTS_AND_RESULTS, "comparison.md", "report.html", ERROR, FIGURES)
 """Files and folders of a run that are uploaded as artifacts when it ends."""
 
 LONGEST_PARAM = 6000
@@ -55,13 +53,13 @@ class Label:
     tags: Mapping[str, str] = field(default_factory=dict)
     is_parent: bool = False
     """Whether it is the MLflow parent of other runs: it has no epochs, and its command writes its report page."""
-    is_pruned: Callable[[], bool] = bool
+    is_pruned: Callable[[], bool] = lambda: False
     """Returns whether a stopped run was pruned by its search."""
     closing_tags: Callable[[], Mapping[str, str]] = dict
     """Returns the tags to add when the run ends."""
 
 
-class _CutBackError(Exception):
+class _TruncatedLogError(Exception):
     """The log was truncated: it lacks records that were shipped before."""
 
 
@@ -81,15 +79,15 @@ class Shipment:
         self._tracker, self._label = tracker, label
         self._tail = LogTail(folder / EVENTS)
         self._shipped: Shipped | None = None
-        self._verified = False
+        self._is_verified = False
 
     def open(self) -> str:
         """Returns the id of the MLflow run, created if needed even before the first event; for parent runs."""
-        if not self._verified or self._shipped is None or self._shipped.run_id is None:
-            with self._lock():
-                self._load()
-                return self._open(None, time.time_ns() // 1_000_000)
-        return self._shipped.run_id
+        if self._is_verified and self._shipped is not None and self._shipped.run_id is not None:
+            return self._shipped.run_id
+        with self._lock():
+            self._load()
+            return self._open(parent_id=None, start_ms=time.time_ns() // 1_000_000)
 
     def ship(self, parent_id: str | None = None) -> int:
         """Ships the log's new events and returns their number; a new MLflow run becomes a child of `parent_id`.
@@ -105,8 +103,8 @@ class Shipment:
             self._load()
             try:
                 return self._ship_log(parent_id)
-            except _CutBackError:
-                self._begin_anew()
+            except _TruncatedLogError:
+                self._restart_in_new_run()
                 return self._ship_log(parent_id)
 
     def _lock(self) -> FileLock:
@@ -117,30 +115,33 @@ class Shipment:
         """Ships the log's new events and returns their number.
 
         Raises:
-            _CutBackError: records that were shipped are no longer in the log.
+            _TruncatedLogError: records that were shipped are no longer in the log.
         """
         num_events = sum(self._ship_block(lines, parent_id) for lines in self._tail.blocks())
         if self._shipped is not None and self._tail.num_lines < self._shipped.num_records and self._tail.path.exists():
-            raise _CutBackError
-        return num_events + self._settle()
+            raise _TruncatedLogError
+        return num_events + self._ship_end()
 
     def _ship_block(self, lines: Sequence[bytes], parent_id: str | None) -> int:
         number, checksum = self._tail.num_lines, self._tail.checksum
-        before, events = self._shipped, []
-        arrived = (number, checksum) if before is None else (before.num_records, before.checksum)
+        num_shipped, shipped_checksum = number, checksum
+        if self._shipped is not None:
+            num_shipped, shipped_checksum = self._shipped.num_records, self._shipped.checksum
+        events = []
         for line in lines:
-            number, checksum = number + 1, zlib.crc32(line + b"\n", checksum)
-            if number == arrived[0] and checksum != arrived[1]:
-                raise _CutBackError
-            if number > arrived[0]:
+            number += 1
+            checksum = zlib.crc32(line + b"\n", checksum)
+            if number == num_shipped and checksum != shipped_checksum:
+                raise _TruncatedLogError
+            if number > num_shipped:
                 event = parse_event(line, f"event log {self._tail.path}, line {number}")
                 if isinstance(event.record, End):
-                    break  # `_settle` ships it, last of all
+                    break  # `_ship_end` ships it, last of all
                 events.append(event)
-                arrived = number, checksum
+                num_shipped, shipped_checksum = number, checksum
         if events:
             self._ship_events(events, parent_id)
-            self._save(num_records=arrived[0], checksum=arrived[1])
+            self._save(num_records=num_shipped, checksum=shipped_checksum)
         return len(events)
 
     def _ship_events(self, events: Sequence[Event], parent_id: str | None) -> None:
@@ -166,19 +167,22 @@ class Shipment:
             elif not isinstance(event.record, Start | End):
                 step = step_of(event.record)
 
-    def _begin_anew(self) -> None:
+    def _restart_in_new_run(self) -> None:
         """Records that the log now goes to a new MLflow run from its start; a parent run keeps its MLflow run."""
         assert self._shipped is not None
-        fresh = Shipped(store=self._shipped.store, key=self._shipped.key, experiment=self._shipped.experiment)
-        run_id = self._shipped.run_id
-        self._write(replace(fresh, run_id=run_id) if self._label.is_parent else replace(fresh, replaces=run_id))
+        old = self._shipped
+        fresh = Shipped(store=old.store, key=old.key, experiment=old.experiment)
+        if self._label.is_parent:
+            self._write(replace(fresh, run_id=old.run_id))
+        else:
+            self._write(replace(fresh, replaces=old.run_id))
         self._tail.restart()
 
-    def _settle(self) -> int:
+    def _ship_end(self) -> int:
         """Ends the MLflow run if the log's last record is a new end, or reopens it if the end is gone.
 
         Raises:
-            _CutBackError: an end with results was shipped and is no longer in the log.
+            _TruncatedLogError: an end with results was shipped and is no longer in the log.
         """
         last = json.loads(self._tail.last_line) if self._tail.last_line else {"kind": "none"}
         end_ms = last["time_ms"] if last["kind"] == "end" else None
@@ -188,7 +192,7 @@ class Shipment:
         client = self._tracker.client
         has_lost_its_end = shipped_ms is not None and not self._label.is_parent
         if has_lost_its_end and any(name.startswith(RESULT) for name in client.get_run(self._run_id).data.metrics):
-            raise _CutBackError
+            raise _TruncatedLogError
         if end_ms is not None:
             self._finish(parse_event(self._tail.last_line, f"event log {self._tail.path}, last line"))
             return 1
@@ -211,7 +215,7 @@ class Shipment:
             label.experiment, name, key=shipped.key, tags=tags, parent_id=parent_id, start_ms=start_ms
         )
         self._save(run_id=run_id)
-        self._verified = True
+        self._is_verified = True
         return run_id
 
     def _finish(self, event: Event) -> None:
@@ -220,13 +224,14 @@ class Shipment:
         assert self._shipped is not None
         outcome = "pruned" if end.status == "stopped" and self._label.is_pruned() else end.status
         tags = {"outcome": outcome, **self._label.closing_tags()}
-        if failure := ": ".join(filter(None, (end.cause, end.message))):
+        failure = ": ".join(filter(None, (end.cause, end.message)))
+        if failure:
             tags["failure"] = failure
         self._log(tags=tags, metrics_of_events=[event])
         if not failure and "failure" in client.get_run(run_id).data.tags:  # left by an earlier end
             client.delete_tag(run_id, "failure")
         if not self._label.is_parent:
-            self._draw()
+            self._draw_figures()
         for path in (self.folder / name for name in ARTIFACTS):
             if path.is_dir():
                 client.log_artifacts(run_id, str(path), artifact_path=path.name)
@@ -236,7 +241,7 @@ class Shipment:
         client.set_terminated(run_id, _STATUS.get(outcome, "FAILED"), end_time=event.time_ms)
         self._save(end_ms=event.time_ms)
 
-    def _draw(self) -> None:
+    def _draw_figures(self) -> None:
         try:
             run_figures(self.folder)
             if (self.folder / SPEC).exists():
@@ -281,11 +286,11 @@ class Shipment:
             ValueError: `mlflow.json` is damaged, or its run was deleted in MLflow.
         """
         shipped = read_shipped(self.folder)
-        if shipped is not None and not (self._verified and shipped == self._shipped):
+        if shipped is not None and not (self._is_verified and shipped == self._shipped):
             # A SQLite file may have been moved together with the runs: the run's id decides, not the store's URI.
             known = shipped if self._has_run(shipped) else Shipped(store=shipped.store, key=shipped.key)
             shipped = replace(known, store=self._tracker.display_uri)
-            self._verified = True
+            self._is_verified = True
         if shipped != self._shipped:
             self._tail.restart()
             self._shipped = shipped

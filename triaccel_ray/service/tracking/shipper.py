@@ -63,7 +63,7 @@ class Shipper:
         self._tracker, self._root, self._interval_s = tracker, root.absolute(), interval_s
         self._experiment, self._parent = experiment, parent
         self._shipments: dict[Path, Shipment] = {}
-        self._turn, self._stopping, self._timeout_s = threading.Lock(), threading.Event(), 0.0
+        self._pass_lock, self._stopping, self._timeout_s = threading.Lock(), threading.Event(), 0.0
         # A daemon, as a call to a hanging server cannot be aborted and must not keep the process alive.
         self._thread = threading.Thread(target=self._follow, name="mlflow-shipper", daemon=True)
 
@@ -102,16 +102,17 @@ class Shipper:
 
     def ship_once(self) -> int:
         """Ships the new events of all logs and returns their number; a failure is stored in `last_error`."""
-        with self._turn:
-            num_events, error, folder = 0, None, self._root
+        with self._pass_lock:
+            num_events, folder = 0, self._root
+            error: str | None = None
             try:
                 if self.last_error is not None:
                     self._tracker.check()  # takes at most 3 s; a call to a hanging server takes 40 s
                 parent_id = None if self._parent is None else self._shipment(self._root).open()
                 for folder in self._folders():
                     try:
-                        shown_below = folder != self._root and not self._is_baseline(folder)
-                        num_events += self._shipment(folder).ship(parent_id if shown_below else None)
+                        is_child = folder != self._root and not self._is_baseline(folder)
+                        num_events += self._shipment(folder).ship(parent_id if is_child else None)
                     except TrackingUnavailableError:
                         raise
                     except Exception as failure:
@@ -124,19 +125,20 @@ class Shipper:
             return num_events
 
     def _follow(self) -> None:
-        failures = 0
-        while not self._stopping.wait(min(self._interval_s * 2**failures, max(LONGEST_PAUSE_S, self._interval_s))):
+        pause_s = self._interval_s
+        while not self._stopping.wait(pause_s):
             self.ship_once()
-            failures = 0 if self.last_error is None else min(failures + 1, 10)
+            longer_s = min(2.0 * pause_s, max(LONGEST_PAUSE_S, self._interval_s))
+            pause_s = self._interval_s if self.last_error is None else longer_s
         self.flush(self._timeout_s)
 
     def _folders(self) -> list[Path]:
         """Returns the folders with a log, children first: their parent ends after them."""
-        _make_way()
-        found = {path.parent for path in self._root.rglob(EVENTS)}
+        _lower_priority()
+        folders = {path.parent for path in self._root.rglob(EVENTS)}
         # Copies that a SQLite store keeps, in <artifact root>/<run id>/artifacts, are not runs.
         stored = self._tracker.artifact_root
-        runs = {folder for folder in found if (folder.name, folder.parent.parent) != ("artifacts", stored)}
+        runs = [each for each in folders if not (each.name == "artifacts" and each.parent.parent == stored)]
         return sorted(runs, key=lambda folder: (folder == self._root, folder))
 
     def _shipment(self, folder: Path) -> Shipment:
@@ -151,8 +153,8 @@ class Shipper:
         if parent is None:
             return label
         if folder == root:
-            closing = parent.closing_tags
-            return replace(label, name=parent.name, tags=parent.tags, is_parent=True, closing_tags=closing)
+            tags = parent.tags
+            return replace(label, name=parent.name, tags=tags, is_parent=True, closing_tags=parent.closing_tags)
         if self._is_baseline(folder):
             tags = {"kind": "baseline", "search": root.name}
             label = replace(label, name=f"{folder.name} of {root.name}", tags=tags)
@@ -166,9 +168,9 @@ class Shipper:
         if _SQLITE_FULL in str(failure):
             text = f"the disk of {self._tracker.display_uri} is full: make room there"
         elif is_disk_full(failure):  # MLflow's copying does not say which disk: take the one with the least room
-            places = (place for place in (folder, self._tracker.artifact_root) if place.exists())
-            place = min(places, key=lambda each: shutil.disk_usage(each).free)
-            text = f"the disk of {place} is full: make room there"
+            disks = (path for path in (folder, self._tracker.artifact_root) if path.exists())
+            fullest = min(disks, key=lambda path: shutil.disk_usage(path).free)
+            text = f"the disk of {fullest} is full: make room there"
         else:  # SQLAlchemy may put a note first, and adds the statement with all values
             lines = (line for line in str(failure).strip().split("\n") if not line.startswith("(raised as a result of"))
             text = f"{type(failure).__name__}: {next(lines, '')}"
@@ -184,7 +186,7 @@ class Shipper:
         self.last_error = error
 
 
-def _make_way() -> None:
+def _lower_priority() -> None:
     """Lowers this thread's priority: on a machine with few cores it would slow trials, whose steps are timed."""
     if sys.platform == "linux":  # elsewhere the priority is the whole process's
         with contextlib.suppress(OSError):

@@ -27,10 +27,12 @@ def holds_run(uri: str, run_id: str) -> bool:
 def sqlite_path(uri: str) -> Path | None:
     """Returns the absolute path of a SQLite URI's file, else None."""
     name = uri.removeprefix(SQLITE)
-    return Path(name).absolute() if uri.startswith(SQLITE) and name and name != ":memory:" else None
+    if not uri.startswith(SQLITE) or name in ("", ":memory:"):
+        return None
+    return Path(name).absolute()
 
 
-def follow_artifacts(path: Path, artifact_root: Path) -> None:
+def relocate_artifacts(path: Path, artifact_root: Path) -> None:
     """Updates the locations of artifacts that were moved or copied together with the SQLite file at `path`.
 
     MLflow stores absolute locations, which its client cannot change. So this edits its tables `experiments`, `runs`

@@ -26,7 +26,7 @@ from urllib.parse import unquote, urlsplit
 from filelock import FileLock
 
 from triaccel_ray.service.credentials import without_credentials, without_passwords
-from triaccel_ray.service.tracking.sqlite_file import SQLITE, follow_artifacts, sqlite_path
+from triaccel_ray.service.tracking.sqlite_file import SQLITE, relocate_artifacts, sqlite_path
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -36,7 +36,7 @@ RUN_KEY_TAG = "triaccel.run_key"
 """Tag by which a run is found again if its id was lost after its creation, before it was saved."""
 
 SUPERSEDED_TAG = "superseded"
-_OF_ONE_ATTEMPT = ("outcome", "failure", "interrupted", "resumed_from_step", SUPERSEDED_TAG, "mlflow.runName")
+_TAGS_OF_ONE_ATTEMPT = ("outcome", "failure", "interrupted", "resumed_from_step", SUPERSEDED_TAG, "mlflow.runName")
 
 PROBE_TIMEOUT_S = 3.0
 
@@ -82,7 +82,7 @@ class Tracker:
         if self._path is not None:
             self._check_file(self._path)
         elif self.uri.startswith(("http://", "https://")):
-            self._probe()
+            self._check_server()
         elif self.uri.startswith(SQLITE):
             raise self._unavailable("names no file")
         else:
@@ -95,7 +95,7 @@ class Tracker:
             TrackingUnavailableError: the store cannot be used.
         """
         self.check()
-        _ = self.client
+        _ = self.client  # connecting creates it
 
     @cached_property
     def client(self) -> MlflowClient:
@@ -104,7 +104,7 @@ class Tracker:
         Raises:
             TrackingUnavailableError: the SQLite file cannot be opened, or was made by another version of MLflow.
         """
-        return cast("MlflowClient", _Timed(self, self._connect()))
+        return cast("MlflowClient", _TimedClient(self, self._connect()))
 
     def _connect(self) -> MlflowClient:
         _set_environment()
@@ -126,7 +126,7 @@ class Tracker:
                 client.search_experiments(max_results=1)
             except Exception as error:  # MLflow, SQLAlchemy and Alembic each raise their own
                 raise self._unavailable(f"cannot be opened ({self.mask(str(error))})") from error
-            follow_artifacts(self._path, self.artifact_root)
+            relocate_artifacts(self._path, self.artifact_root)
         return client
 
     def experiment_id(self, name: str) -> str:
@@ -194,10 +194,10 @@ class Tracker:
         found = self._runs_with(experiment_id, key)
         if found:
             return found[0]
-        given = {**(tags or {}), RUN_KEY_TAG: key, "mlflow.user": _user(), "mlflow.source.name": "triaccel"}
+        all_tags = {**(tags or {}), RUN_KEY_TAG: key, "mlflow.user": _user_name(), "mlflow.source.name": "triaccel"}
         if parent_id is not None:
-            given["mlflow.parentRunId"] = parent_id
-        run = self.client.create_run(experiment_id, start_time=start_ms, tags=given, run_name=name)
+            all_tags["mlflow.parentRunId"] = parent_id
+        run = self.client.create_run(experiment_id, start_time=start_ms, tags=all_tags, run_name=name)
         return str(run.info.run_id)
 
     def retire(self, run_id: str, name: str, tags: Mapping[str, str]) -> tuple[str, dict[str, str]]:
@@ -208,9 +208,9 @@ class Tracker:
         """
         from mlflow.exceptions import MlflowException
 
-        tags, old = {**tags, "replaces": run_id}, self.find_run(run_id)
+        new_tags, old = {**tags, "replaces": run_id}, self.find_run(run_id)
         if old is None:
-            return name, tags
+            return name, new_tags
         if old.info.lifecycle_stage == "active":
             self.client.set_tag(run_id, SUPERSEDED_TAG, "cut off by an interruption; the run of this name goes on")
             self.client.set_tag(run_id, RUN_KEY_TAG, f"{old.data.tags.get(RUN_KEY_TAG)} superseded")
@@ -220,8 +220,8 @@ class Tracker:
                 if error.error_code != "PERMISSION_DENIED":
                     raise
                 self.client.set_terminated(run_id, "KILLED")  # stays visible, marked by its tag
-        kept = {tag: value for tag, value in old.data.tags.items() if tag not in _OF_ONE_ATTEMPT}
-        return str(old.info.run_name), {**kept, **tags}
+        kept = {tag: value for tag, value in old.data.tags.items() if tag not in _TAGS_OF_ONE_ATTEMPT}
+        return str(old.info.run_name), {**kept, **new_tags}
 
     def delete_twins(self, run_id: str, key: str) -> None:
         """Deletes all other runs that carry `key`, in the experiment of the run `run_id`.
@@ -260,7 +260,7 @@ class Tracker:
         except sqlite3.DatabaseError as error:
             raise self._unavailable(f"is not a SQLite database ({error}); name another file") from error
 
-    def _probe(self) -> None:
+    def _check_server(self) -> None:
         try:
             parts = urlsplit(self.uri)
             _ = parts.port  # raises if the port is invalid
@@ -279,7 +279,7 @@ class Tracker:
         return TrackingUnavailableError(f"tracking uri = {self.display_uri!r}: {rule}; {_WAY_OUT}")
 
 
-class _Timed:
+class _TimedClient:
     """Proxy of a client that records in the tracker since when the store has not answered."""
 
     def __init__(self, tracker: Tracker, client: MlflowClient) -> None:
@@ -297,7 +297,7 @@ class _Timed:
         return call if callable(method) else method
 
 
-def _user() -> str:
+def _user_name() -> str:
     try:
         return getpass.getuser()
     except (OSError, KeyError, ImportError):  # a container's user may have no name
