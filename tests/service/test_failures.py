@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from triaccel_ray.records.events import End
-from triaccel_ray.service.commands.train import _ending
+from triaccel_ray.service.commands.train import _end_record
 from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, PreemptedError, RunFailedError, cause_of
 from triaccel_ray.service.storage.layout import ERROR
 
@@ -30,7 +30,7 @@ def test_a_run_that_others_wait_for_fails_with_its_own_cause(tmp_path: Path, err
 
 def test_a_search_and_a_comparison_with_failed_runs_have_failed() -> None:
     results = {"score": 1.0}
-    assert _ending([], 3, results) == End(status="finished", results=results)
-    failed = _ending(["trial-001", "trial-002"], 3, results)
+    assert _end_record([], 3, results) == End(status="finished", results=results)
+    failed = _end_record(["trial-001", "trial-002"], 3, results)
     assert (failed.status, failed.cause, failed.results) == ("failed", "runs", results)
     assert failed.message == "2 of 3 runs failed: trial-001, trial-002"

@@ -147,8 +147,7 @@ def recording_parent(
 ) -> Iterator[EventLog]:
     """Yields the event log of a search or comparison as a whole, and records everything below its folder.
 
-    Interrupted work ends the log too, so that nothing stays "running" for ever. Resuming removes that
-    end.
+    Interrupted work ends the log too, so that nothing stays "running" for ever. Resuming removes that end.
     """
     with reporting_full_disk(folder):
         log = EventLog(folder / EVENTS, keep=1 if has_begun(folder) else 0)
