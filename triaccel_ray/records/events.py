@@ -172,7 +172,7 @@ class EventLog:
     process that was presumed dead and still has the old file open: its next `append` or `sync` raises an error.
     """
 
-    def __init__(self, path: Path, *, keep: int | None = 0, checksum: int | None = None) -> None:
+    def __init__(self, path: str | Path, *, keep: int | None = 0, checksum: int | None = None) -> None:
         """Opens the log at `path` for appending after its first `keep` records, and drops all later ones.
 
         The old file stays unchanged until the new one is complete on disk.
@@ -185,7 +185,7 @@ class EventLog:
         Raises:
             LogError: the file holds fewer than `keep` complete records, or their checksum is not `checksum`.
         """
-        self.path = path
+        self.path = path = Path(path)
         lines = _first_lines(path, keep)
         self.num_records = len(lines)
         self.checksum = zlib.crc32(b"".join(lines))

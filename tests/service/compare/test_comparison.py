@@ -239,6 +239,8 @@ def test_the_command_of_a_comparison_is_that_of_a_finished_run(tmp_path: Path) -
     assert view_comparison(replace(record, runs=runs)).command.endswith("fp32-seed0")  # which has more seeds
     del runs["fp32-seed1"], runs["fp32-seed2"]
     assert view_comparison(replace(record, runs=runs)).command.endswith("amp-seed1")
+    runs = {name: run for name, run in record.runs.items() if name.startswith("fp32")}
+    assert view_comparison(replace(record, runs=runs)).command == ""  # nothing to compare with
 
 
 def test_differences_to_amp_are_paired_tested_and_corrected() -> None:

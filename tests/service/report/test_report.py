@@ -14,7 +14,8 @@ import pytest
 from tests.service.browser import Tags, needs_chromium, shown
 from tests.service.build import SimulatedRun
 from tests.service.records import RUN_SPEC, run_of
-from triaccel_ray.records.events import End, Interruption
+from triaccel_ray.config import BatchConfig, ControlConfig
+from triaccel_ray.records.events import End, EventLog, Interruption, Start
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Applied, Fault, FaultKind
 from triaccel_ray.service.report.provenance import about, run_notes, troubles
@@ -93,12 +94,24 @@ def test_a_click_on_a_heading_sorts_the_table(tmp_path: Path) -> None:
     assert first_cells(0, 0) == ["amp", "fp32", "mine", "triaccel"]
 
 
+def test_a_page_of_code_of_ones_own_names_no_recipe(tmp_path: Path) -> None:
+    log = EventLog(str(tmp_path / "events.jsonl"))
+    log.append(Start(control=ControlConfig(batch=BatchConfig(start=64))))
+    log.close()
+    page = view_at(StoragePath.of(tmp_path)).page.read_text()
+    assert "batch 64, elastic from 32 to 512" in page
+    assert "t_ctrl = 50" in page
+    assert not any(text in page for text in ("warm-up", "learning rate", "momentum", "lr = ", "<th>seed"))
+
+
 def test_a_runs_page_says_where_it_comes_from_and_holds_all_settings(run: RunRecord) -> None:
     facts = about(run.spec, [run], {"seed": "3"}, "triaccel run x").facts
     assert (facts["task"], facts["seed"], facts["to repeat"]) == ("cifar10-resnet18", "3", "triaccel run x")
     assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d UTC, within 0:00:0\d", facts["date"])
     assert (facts["hardware"], facts["commit"]) == ("a GPU (host box)", "abc-dirty")
     assert facts["versions"] == "triaccel-ray 0.1, torch 2.15, python 3.11"
+    short = replace(run.spec, recipe=replace(run.spec.recipe, epochs=2))
+    assert "2 epochs, 1 of them warm-up" in about(short, [run], {}, "").facts["settings"]
     for part in ("30 epochs, 5 of them warm-up", "learning rate 0.1", "batch 96, elastic from 32 to 512", "2 GiB"):
         assert part in facts["settings"]
 

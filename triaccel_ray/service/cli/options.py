@@ -198,7 +198,7 @@ class Source:
         tyro.conf.arg(
             name="from",
             metavar="NAME",
-            help="Repeat the run, search or comparison of this name; other options change its settings.",
+            help="Repeat the result of this name, of the same command; other options change its settings.",
             help_behavior_hint="",
         ),
     ] = None

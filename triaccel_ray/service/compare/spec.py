@@ -26,7 +26,7 @@ class ComparisonSpec:
     base: RunSpec
     """Settings shared by all runs."""
     methods: tuple[str, ...] = ("fp32", "amp", "engine-amp", "triaccel")
-    """Methods to compare, besides the best fixed setting; `triaccel run --help` explains them."""
+    """Methods to compare; `triaccel run --help` explains them."""
     num_seeds: int = knob(3, "[1, 1000]", option="seeds")
     """Runs of each method; seeds count from 0."""
     ablation: bool = False

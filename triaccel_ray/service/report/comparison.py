@@ -101,10 +101,10 @@ def _sections(record: Comparison, tables: Sequence[Grid], problems: Mapping[str,
 
 
 def _advice(record: Comparison) -> tuple[str, str]:
-    """Returns which method of Table 1 to train with, and the command; empty if none has finished."""
+    """Returns which method of Table 1 to train with, and the command; empty while there is nothing to compare."""
     results = {method: record.results(method) for method in record.spec.table_1}
-    best = best_of(results)
-    if not best:
+    best, num_finished = best_of(results), sum(bool(each.by_seed) for each in results.values())
+    if not best or num_finished < min(2, len(results)):
         return "", ""
     command = repeat_command("run", record.folder / f"{best}-seed{min(results[best].by_seed)}")
     return f"to train with {label(best)}, which has the best score", command
@@ -179,7 +179,7 @@ def values_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, no
         ],
         note=joined(
             "mean ± standard deviation over seeds",
-            "s/epoch: mean of the last five epochs",
+            "s/epoch: mean of the last five epochs, without the first of the run",
             f"score = {quality_text(goal)} / (s/epoch x process peak GB)",
             mixed if 0 < num_with_views < num_runs else "",
             VIEWS_NOTE if num_with_views else "",

@@ -10,10 +10,10 @@ from triaccel_ray.records.plan import FaultKind
 from triaccel_ray.service.report.report import Section
 from triaccel_ray.service.report.tables import joined
 from triaccel_ray.service.runs.environment import COMMIT
-from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.service.runs.record import OWN_CODE, RunRecord
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import ERROR, EVENTS
-from triaccel_ray.service.units import format_bytes
+from triaccel_ray.service.units import counted, format_bytes
 from triaccel_ray.trainables.task import Purpose
 
 TROUBLES = "Failures, interruptions and missing runs"
@@ -131,11 +131,17 @@ def _settings(spec: RunSpec, runs: Sequence[RunRecord]) -> str:
     limited = [run for run in runs if run.spec.method not in ("fp32", "amp", "probe")] or runs
     limits = [value for run in limited if isinstance(value := run.start.parameters.get("memory_limit_bytes"), int)]
     memory = " to ".join(dict.fromkeys(map(format_bytes, (min(limits), max(limits))))) if limits else ""
+    batch_text = f"batch {batch.start}" + (
+        f", elastic from {batch.minimum} to {batch.maximum}" if batch.enabled else ""
+    )
+    memory_text = f"memory limit {memory}" if memory else ""
+    if spec.task == OWN_CODE:  # with a recipe of its own, too
+        return joined(batch_text, memory_text)
     return joined(
-        f"{recipe.epochs} epochs, {recipe.warmup_epochs:g} of them warm-up",
+        f"{counted(recipe.epochs, 'epoch')}, {min(recipe.warmup_epochs, recipe.epochs / 2):g} of them warm-up",
         f"learning rate {recipe.lr:.4g}, weight decay {recipe.weight_decay:.4g}",
-        f"batch {batch.start}" + (f", elastic from {batch.minimum} to {batch.maximum}" if batch.enabled else ""),
-        f"memory limit {memory}" if memory else "",
+        batch_text,
+        memory_text,
         f"judged on {'test' if spec.purpose is Purpose.FINAL else 'validation'} samples",
     )
 

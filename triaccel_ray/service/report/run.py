@@ -7,7 +7,7 @@ from pathlib import Path
 
 from triaccel_ray.records.events import Epoch
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.cli.options import repeat_command, settings_text
+from triaccel_ray.service.cli.options import RUN_SETTINGS, repeat_command, settings_text
 from triaccel_ray.service.report.figures import run_figures
 from triaccel_ray.service.report.provenance import TROUBLES, about, run_notes, trouble_lines, troubles
 from triaccel_ray.service.report.report import Section, View, write_page
@@ -37,14 +37,19 @@ def view_run(run: RunRecord) -> View:
 def write_run_page(run: RunRecord) -> Path:
     """Draws the figures, writes the page into the run's folder and returns its path."""
     spec, results = run.spec, run.end.results if run.end else {}
-    facts = {"method": f"{spec.method}: {METHODS[spec.method]}", "status": run.status, "seed": str(spec.seed)}
+    is_own = spec.task == OWN_CODE  # of which only the control loop's settings are known
+    facts = {"method": f"{spec.method}: {METHODS[spec.method]}", "status": run.status}
+    facts |= {} if is_own else {"seed": str(spec.seed)}
+    settings = settings_text(spec).splitlines(keepends=True)
+    if is_own:
+        settings = [line for line in settings if RUN_SETTINGS[line.split(" = ")[0]].path[0] == "control"]
     sections = (
         about(spec, [run], facts, _command(run)),
         Section(title="Result", table=result_grid(results, run.start.goal) if results else None),
         Section(title=TROUBLES, facts=troubles({run.name: run})),
         Section(title="What the loop did", text="\n".join(run_notes(run)), pictures=run_figures(run.folder)),
         Section(title="Epochs", table=run_grid(run)),
-        Section(title="All settings", command=settings_text(spec), folded=True),
+        Section(title="All settings", command="".join(settings), folded=True),
     )
     return write_page(run.folder, f"{run.name}: {spec.task}", sections)
 
