@@ -46,6 +46,7 @@ class ControlLoop(EpochLoop):
         schedule: Schedule | None = None,
         memory_budget: int | None = None,
         memory_headroom: int | None = None,
+        epochs: float | None = None,
         seed: int = 0,
         on_tick: Callable[[Tick], None] | None = None,
     ) -> None:
@@ -64,6 +65,8 @@ class ControlLoop(EpochLoop):
                 samples. A scheduler that you step yourself, once per epoch, also works.
             memory_budget: bytes this process may hold on the device; None: the whole device.
             memory_headroom: bytes beyond what the process holds before its first batch; a budget bounds the total.
+            epochs: length of the whole run, to weigh what a larger batch costs against what it saves until the end.
+                None: unknown; the loop expects to train as long again as it has.
             seed: seed of the sample order, the augmentation and the samples for curvature.
             on_tick: called once with each tick, in order. With `EventLog.append`, the ticks go to an event log for
                 `triaccel report` and `triaccel replay`. The loop begins an empty log with a start record that holds
@@ -77,7 +80,7 @@ class ControlLoop(EpochLoop):
         self.config = default_config(data) if config is None else require_instance("config", config, ControlConfig)
         self._schedule = SampleSchedule(schedule, optimizer, batch_size=self.config.batch.start)
         self._training = training = Training(
-            model, optimizer, loss, data, self.config, memory=(memory_budget, memory_headroom), seed=seed
+            model, optimizer, loss, data, self.config, memory=(memory_budget, memory_headroom), epochs=epochs, seed=seed
         )
         self.model, self.device, self.sampler = model, training.device, training.sampler
         self.optimizer, self.loss_scale, self.memory = training.optimizer, training.loss_scale, training.memory
@@ -175,7 +178,8 @@ class ControlLoop(EpochLoop):
         if seen is None:
             return None
         faults = (*seen.faults, *self.sensors.take_faults())
-        observation = replace(seen, faults=faults, adapting_ms=self._actuators.adapting_ms)
+        adapting_ms, samples_left = self._actuators.adapting_ms, self.sampler.samples_left
+        observation = replace(seen, faults=faults, adapting_ms=adapting_ms, samples_left=samples_left)
         self._require_finite(observation)
         decision = decide(self.config, observation, self.state)
         applied = self._actuators.apply(decision.plan, step=self.num_steps)
@@ -256,7 +260,7 @@ class ControlLoop(EpochLoop):
             **super().state_dict(),
             **self._actuators.state_dict(),
             "control": encode(self.state),
-            "counters": [self.num_steps, self.num_ticks, self._epoch.num_steps, self._actuators.adapting_ms],
+            "counters": [self.num_steps, self.num_ticks, self._epoch.num_steps],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -268,7 +272,7 @@ class ControlLoop(EpochLoop):
         super().load_state_dict(state)
         self.state = decode(ControlState, state["control"])
         self._actuators.load_state_dict(state)
-        self.num_steps, self.num_ticks, self._epoch.num_steps, self._actuators.adapting_ms = state["counters"]
+        self.num_steps, self.num_ticks, self._epoch.num_steps = state["counters"]
         self.timer.restart()
 
     def _parts(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import pytest
 from hypothesis import given
@@ -170,3 +170,87 @@ def test_a_plan_that_could_not_be_applied_is_not_judged():
     loop.run(3)
     layer = loop.state.layers["conv"]
     assert (layer.too_slow, layer.times_slow) == (None, 0)
+
+
+class Graphs(Loop):
+    """A device on which a new batch size costs `price` milliseconds, and a step `fixed` plus 0.01 for each sample."""
+
+    def __init__(self, *, fixed: float, price: float, first: float = 1000.0, samples_left: int | None = 10**6) -> None:
+        super().__init__(replace(CONFIG, batch=BatchConfig()), lambda plan: fixed + 0.01 * plan.batch_size)
+        self.price, self.spent, self.left, self.share = price, first, samples_left, 0.01
+
+    def tick(self) -> Decision:
+        before = self.plan.batch_size
+        seen = {"step_ms": self.cost(self.plan), "adapting_ms": self.spent, "samples_left": self.left}
+        decision = self.step(self.layer, memory=memory_of(self.share), **seen)[1]
+        if self.plan.batch_size != before:
+            self.spent += self.price
+        return decision
+
+    def sizes(self, num_ticks: int = 12) -> list[int]:
+        sizes = [self.plan.batch_size, *(decision.plan.batch_size for decision in self.run(num_ticks))]
+        return [size for size, _ in groupby(sizes)]
+
+
+def test_a_batch_grows_by_one_step_and_then_to_the_smallest_efficient_size():
+    loop = Graphs(fixed=1.0, price=100.0)
+    assert loop.sizes() == [96, 128, 448]
+    speeds = {size: size / (1.0 + 0.01 * size) for size in range(32, 513, 32)}
+    assert min(size for size in speeds if speeds[size] >= 0.97 * speeds[512]) == 448
+    held = loop.tick().reasons
+    assert [reason.code for reason in held] == [ReasonCode.HELD_COST]
+    assert "less than 3% faster" in held[0].text
+
+
+@pytest.mark.parametrize(
+    ("left", "sizes"),
+    [
+        (10**6, [96, 128, 448]),
+        (45_000, [96, 128]),  # 0.0054 ms a sample are saved: 0.24 s, of the 0.3 s that a size costs
+        (10_000, [96]),  # at most 0.17 s could be saved, and the first plan took 0.2 s
+    ],
+)
+def test_what_a_larger_batch_saves_must_exceed_what_it_costs(left: int, sizes: list[int]):
+    loop = Graphs(fixed=1.0, price=300.0, first=200.0, samples_left=left)
+    assert loop.sizes() == sizes
+    reason = loop.tick().reasons[0]
+    assert reason.code is ReasonCode.HELD_COST
+    if left != 10**6:
+        assert reason.value is not None
+        assert reason.threshold is not None
+        assert reason.value < reason.threshold
+
+
+def test_a_run_of_unknown_length_grows_once_it_has_trained_long_enough():
+    loop = Graphs(fixed=1.0, price=300.0, first=3000.0, samples_left=None)
+    sizes = [decision.plan.batch_size for decision in loop.run(60)]
+    first = sizes.index(128)  # step n + 1 of 50 per tick at 1.96 ms, of which a batch of 512 could save 0.81
+    assert 50 * first * 1.96 * 0.8125 <= 3000.0 < 50 * (first + 1) * 1.96 * 0.8125
+    assert sizes[-1] == 448
+
+
+def test_a_larger_batch_that_is_slower_is_undone_at_once_and_not_tried_again():
+    loop = Graphs(fixed=-0.1, price=100.0)
+    assert loop.sizes(60) == [96, 128, 96]
+    assert [reason.code for reason in loop.tick().reasons] == [ReasonCode.HELD_COST]
+
+
+def test_where_new_sizes_cost_nothing_the_batch_grows_step_by_step():
+    assert Graphs(fixed=0.0, price=0.0, first=0.0).sizes(40) == list(range(96, 513, 32))
+
+
+def test_a_batch_grows_no_further_than_its_memory_is_expected_to():
+    loop = Graphs(fixed=1.0, price=100.0)
+    loop.share = 0.34  # of 96 samples; 0.7 are allowed
+    assert loop.sizes(1) == [96, 128]
+    loop.share *= 128 / 96
+    assert loop.sizes(1) == [128, 192]
+
+
+def test_step_times_of_other_precisions_are_not_compared():
+    loop = Graphs(fixed=1.0, price=100.0)
+    loop.run(4)
+    assert loop.state.throughput.other is not None
+    loop.layer = HIGH
+    assert loop.tick().plan.precision["conv"] is FP32
+    assert loop.state.throughput.other is None

@@ -18,8 +18,12 @@ class Actuators:
         self._put_in_force(plan)
         self.plan = plan
         """The plan in force."""
-        self.adapting_ms = 0.0
+        self._adapting_ms = 0.0
+
+    @property
+    def adapting_ms(self) -> float:
         """Milliseconds spent on new plans since the run began."""
+        return self._adapting_ms + self._cache.adapting_ms
 
     def apply(self, plan: Plan, *, step: int) -> Applied:
         """Applies `plan`; returns the plan then in force, a fault if that is still the old one, and the cost."""
@@ -35,19 +39,21 @@ class Actuators:
             kind = FaultKind.APPLY_FAILED
             faults = (Fault(kind=kind, step=step, phase="apply", batch_size=plan.batch_size, detail=detail),)
         milliseconds, evicted = self._cache.take_cost()
-        self.adapting_ms += milliseconds
+        self._adapting_ms += milliseconds
         return Applied(plan=self.plan, faults=faults, evicted=evicted, adapt_ms=milliseconds)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the plan in force, and the number of micro-batches, which grows when a batch does not fit."""
+        """Returns the plan in force, its cost, and the number of micro-batches, which grows if a batch does not fit."""
         step = self._cache.step
-        return {"plan": encode(self.plan), "micro_batches": [step.num_micro_batches, step.min_micro_batch_size]}
+        micro_batches = [step.num_micro_batches, step.min_micro_batch_size]
+        return {"plan": encode(self.plan), "adapting_ms": self.adapting_ms, "micro_batches": micro_batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores and applies what `state_dict` returned."""
         self.plan = decode(Plan, state["plan"])
         self._put_in_force(self.plan)
         self._cache.step.set_num_micro_batches(*state["micro_batches"])
+        self._adapting_ms = state["adapting_ms"]
 
     def _put_in_force(self, plan: Plan) -> None:
         self._cache.step.precision.set(plan.precision)

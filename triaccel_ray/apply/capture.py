@@ -101,7 +101,8 @@ class StepCache:
         """Kind of step that has run eagerly -> whether the next one is captured; False after a step that compiled."""
         self._too_large: set[_Key] = set()
         self._captured_dependencies: tuple[Any, ...] = ()
-        self._milliseconds = 0.0
+        self.adapting_ms = 0.0
+        """Milliseconds spent on new plans since the last `take_cost`."""
         self._evicted: list[str] = []
         self._reported: set[FaultKind] = set()
         pool.on_release(self._drop_all)
@@ -116,8 +117,8 @@ class StepCache:
 
         The time covers first steps of a kind, with autotuning and compilation, and captures, successful or not.
         """
-        cost = self._milliseconds, tuple(self._evicted)
-        self._milliseconds, self._evicted = 0.0, []
+        cost = self.adapting_ms, tuple(self._evicted)
+        self.adapting_ms, self._evicted = 0.0, []
         return cost
 
     def run(self, indices: Tensor, loss_scale: Tensor, *, step: int) -> tuple[Fault, ...]:
@@ -308,7 +309,7 @@ class StepCache:
             yield
             self._pool.synchronize()
         finally:
-            self._milliseconds += 1e3 * (time.perf_counter() - start)
+            self.adapting_ms += 1e3 * (time.perf_counter() - start)
 
 
 def _capture_fault(key: _Key, step: int, detail: str, kind: FaultKind = FaultKind.CAPTURE_FAILED) -> Fault:

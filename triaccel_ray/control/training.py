@@ -22,7 +22,7 @@ from triaccel_ray.apply.split_weights import SplitWeights
 from triaccel_ray.apply.step import Step
 from triaccel_ray.apply.step_in_backward import BucketedGradients, StepInBackward, buckets_of
 from triaccel_ray.apply.weights import ComputeCopies, Weights
-from triaccel_ray.config import ControlConfig, require
+from triaccel_ray.config import ControlConfig, check_field, require
 from triaccel_ray.cuda.capture_checks import watching_forward
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.cuda.stream_pool import PooledStream
@@ -118,12 +118,15 @@ class Training:
         config: ControlConfig,
         *,
         memory: tuple[int | None, int | None],
+        epochs: float | None,
         seed: int,
     ) -> None:
         """Takes the arguments of `ControlLoop`; `memory` holds the budget and the headroom in bytes.
 
         The model's forward functions are wrapped until `remove` is called.
         """
+        if epochs is not None:
+            check_field("epochs", epochs, float, "(0, inf)")
         self.model, self.loss, self._config = model, loss, config
         self.layers = find_layers(model)
         names = [layer.name for layer in self.layers]
@@ -153,7 +156,7 @@ class Training:
         stream = PooledStream(self.device).current() if self.device.type == "cuda" else contextlib.nullcontext()
         with stream, watching_forward(model) as host_waits:
             require_working(model, loss, source)
-        self.sampler = Sampler(source, seed=seed, device=self.device)
+        self.sampler = Sampler(source, seed=seed, device=self.device, epochs=epochs)
         self.loss_scale = LossScale(config.loss_scale, self.device)
         self.memory.require_room()
         self.loss_sums = torch.zeros(2, 2, dtype=torch.float64, device=self.device)

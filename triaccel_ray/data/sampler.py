@@ -18,14 +18,14 @@ class Sampler:
     has an order of its own, and an epoch ends with its samples.
     """
 
-    def __init__(self, source: DataSource, *, seed: int, device: torch.device) -> None:
+    def __init__(self, source: DataSource, *, seed: int, device: torch.device, epochs: float | None = None) -> None:
         """Starts before the first sample of epoch 0; permutations depend on `seed` and the epoch alone.
 
-        `device` is where the source delivers its batches.
+        `device` is where the source delivers its batches. `epochs` is the length of the run, if it is known.
         """
         self.source = source
         self._device = device
-        self._seed = seed
+        self._seed, self._num_epochs = seed, epochs
         self.epoch = 0
         self._cursor = 0
         self._is_stream = isinstance(source, IterableSource)
@@ -48,6 +48,13 @@ class Sampler:
         if self._is_stream:
             share = min(share, 0.999)
         return self.epoch + share
+
+    @property
+    def samples_left(self) -> int | None:
+        """Samples until the end of the run, 0 beyond it; None if its length or that of an epoch is unknown."""
+        if self._num_epochs is None or not self.num_samples:
+            return None
+        return max(round((self._num_epochs - self.position) * self.num_samples), 0)
 
     def num_batches(self, batch_size: int) -> int:
         """Returns how many steps of `batch_size` lead to this position: ceil(samples / `batch_size`) for each epoch.

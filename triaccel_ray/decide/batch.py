@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from triaccel_ray.config import BatchConfig
 from triaccel_ray.records.plan import Fault, FaultKind, Plan, Reason, ReasonCode
@@ -82,9 +84,18 @@ def undo_growth(plan: Plan, change: Change | None, state: BatchState) -> BatchDe
 
 
 def decide_batch(
-    config: BatchConfig, observation: Observation, state: BatchState, *, enlarged: bool, is_unjudged: bool = False
+    config: BatchConfig,
+    observation: Observation,
+    state: BatchState,
+    *,
+    enlarged: bool,
+    is_unjudged: bool = False,
+    paying: Callable[[Sequence[int]], int | Reason] = itemgetter(0),
 ) -> BatchDecision:
-    """Returns the batch of the next interval (Tri-Accel, section 3.3), changed by at most one step.
+    """Returns the batch of the next interval (Tri-Accel, section 3.3).
+
+    It shrinks by one step, and grows to the size that `paying` chooses of those that fit: by one step, as in the paper,
+    or further. A reason in its place holds the batch.
 
     Growth waits with `is_unjudged`: the last change of plan is not judged by its step times yet. It also waits with
     `enlarged`: a precision was raised at this tick, or could not be, so the memory measured is not what a larger batch
@@ -109,6 +120,9 @@ def decide_batch(
         return unchanged
     size = min(size, state.cap or size)
     hold = _reason_to_hold(config, plan, state, size, enlarged=enlarged, is_unjudged=is_unjudged)
+    if hold is None and config.enabled and size > plan.batch_size:
+        chosen = paying(_sizes_from(size, config, plan, memory, state))
+        size, hold = (size, chosen) if isinstance(chosen, Reason) else (chosen, None)
     if hold is not None:
         return replace(unchanged, reasons=(hold,))
     return _grow(config, plan, memory, state, size, parts)
@@ -185,6 +199,16 @@ def _step_up(config: BatchConfig, plan: Plan) -> tuple[int, int]:
     if plan.batch_size < config.start:
         size = min(size, config.start)  # a wide step would skip it, to a size that the noise scale may forbid
     return max(_round_down(config, size), plan.batch_size), config.accumulate
+
+
+def _sizes_from(size: int, config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchState) -> list[int]:
+    """Returns `size`, one step up, and the larger sizes that the batch may grow to at once."""
+    most = min(config.rho_low / max(memory.share, 1e-9) * plan.batch_size, state.cap or config.maximum)
+    if plan.batch_size < config.start:
+        most = min(most, config.start)
+    if config.bound_by_noise_scale:
+        most = size
+    return [size, *(each for each in ladder(config) if size < each <= most)]
 
 
 def _reason_to_hold(

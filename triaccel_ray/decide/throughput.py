@@ -1,19 +1,21 @@
-"""The rule that reverts slowdowns: a lower precision or a larger batch that slows steps down is undone."""
+"""Rules about step times: a change that slows steps down is undone, and a batch grows only where that saves time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.records.plan import Plan, Precision, Reason, ReasonCode
 from triaccel_ray.records.signals import Observation
-from triaccel_ray.records.state import BatchState, Change, LayerState, ThroughputState
+from triaccel_ray.records.state import BatchState, Change, LayerState, ThroughputState, Timing
 
 TOLERANCE = 0.25
 """A plan counts as slower if its time per sample is longer by more than this share, which exceeds the noise of medians
 on a machine with other load."""
+EFFICIENT_SHARE = 0.97
+"""A batch size is efficient if its samples per second reach this share of the largest size's (AccUDNN)."""
 _JUDGING_TICKS = 2
 """Consecutive intervals that must be slower before a change is undone."""
 _PATIENCE_TICKS = 5
@@ -46,21 +48,63 @@ def judge(config: ControlConfig, observation: Observation, state: ThroughputStat
     change = state.change
     failed = observation.apply_fault is not None
     if change is not None and not (failed or _is_in_force(change, observation.plan)):
-        state, change = ThroughputState(), None  # the plan with this change could not be applied
+        state, change = _without_change(state), None  # the plan with this change could not be applied
     if not config.revert_slowdowns or failed or observation.step_ms is None:
         if change is None or failed:
             return Judgement(state=state)
         if change.num_waited >= _PATIENCE_TICKS:
-            return Judgement(state=ThroughputState())
+            return Judgement(state=_without_change(state))
         return Judgement(state=replace(state, change=replace(change, num_waited=change.num_waited + 1)))
     ms_per_sample = observation.step_ms / observation.plan.batch_size
     if change is None:
         return Judgement(state=replace(state, intervals=(*state.intervals, ms_per_sample)[-_NUM_INTERVALS:]))
-    if ms_per_sample <= change.ms_per_sample * (1.0 + TOLERANCE):
-        return Judgement(state=ThroughputState(intervals=(ms_per_sample,)))
-    if change.num_slower + 1 < _JUDGING_TICKS:
+    is_growth = change.batch_size is not None
+    tolerance = 0.0 if is_growth and observation.adapting_ms else TOLERANCE
+    is_slower = ms_per_sample > change.ms_per_sample * (1.0 + tolerance)
+    if is_slower and change.num_slower + 1 < _JUDGING_TICKS:
         return Judgement(state=replace(state, change=replace(change, num_slower=change.num_slower + 1)))
-    return Judgement(state=ThroughputState(), undo=change, reasons=(_reason(observation.plan, change, ms_per_sample),))
+    state = _without_change(state)
+    if is_growth:
+        state = replace(state, growth_ms=observation.adapting_ms - change.adapting_ms)
+    if not is_slower:
+        return Judgement(state=replace(state, intervals=(ms_per_sample,)))
+    state = replace(state, other=Timing(batch_size=observation.plan.batch_size, ms_per_sample=ms_per_sample))
+    return Judgement(state=state, undo=change, reasons=(_reason(observation.plan, change, ms_per_sample),))
+
+
+def size_that_pays(
+    config: ControlConfig, observation: Observation, state: ThroughputState, sizes: Sequence[int]
+) -> int | Reason:
+    """Returns which of `sizes` the batch should grow to; a reason if none of them saves more time than it costs.
+
+    `sizes` are those that fit, in ascending order, all above the current one. A step's time is taken as affine in the
+    batch size, through the current size and the one timed before. The choice is the smallest size whose samples per
+    second reach `EFFICIENT_SHARE` of the largest size's. It pays if it saves more time on the samples that are left
+    than the last growth took. If their number is unknown, as many are assumed as have been trained.
+
+    If only one size is timed, the first of `sizes` is tried, provided that the largest could save more than all new
+    plans have taken so far if its steps took no longer. Where new sizes cost nothing, as on a CPU, the first pays.
+    """
+    if not (config.revert_slowdowns and observation.adapting_ms and state.intervals):
+        return sizes[0]
+    size, ms_per_sample = observation.plan.batch_size, median(state.intervals)
+    fixed_ms, rate = _affine(Timing(batch_size=size, ms_per_sample=ms_per_sample), state.other)
+    fastest = fixed_ms / sizes[-1] + rate
+    if fastest >= EFFICIENT_SHARE * ms_per_sample:
+        text = f"a larger batch would make steps less than {1 - EFFICIENT_SHARE:.0%} faster a sample"
+        return Reason(code=ReasonCode.HELD_COST, subject="batch", text=text, value=ms_per_sample, threshold=fastest)
+    efficient = (size for size in sizes if fastest >= EFFICIENT_SHARE * (fixed_ms / size + rate))
+    chosen = sizes[0] if state.other is None else next(efficient)
+    num_samples = observation.samples_left
+    if num_samples is None:
+        num_samples = observation.step * size
+    expected = fastest if state.other is None else fixed_ms / chosen + rate
+    saved_ms = num_samples * (ms_per_sample - expected)
+    cost_ms = observation.adapting_ms if state.growth_ms is None else state.growth_ms
+    if saved_ms > cost_ms:
+        return chosen
+    text = f"a batch of {chosen} would save {saved_ms / 1e3:.2g} s, and cost {cost_ms / 1e3:.2g} s"
+    return Reason(code=ReasonCode.HELD_COST, subject="batch", text=text, value=saved_ms, threshold=cost_ms)
 
 
 def bar_undone(
@@ -82,19 +126,43 @@ def bar_undone(
     return barred, batch
 
 
-def watch(state: ThroughputState, old: Plan, new: Plan) -> ThroughputState:
-    """Returns the state after `new` replaces `old`, with the change and its reference time if it is to be judged."""
+def watch(state: ThroughputState, observation: Observation, new: Plan) -> ThroughputState:
+    """Returns the state after `new` replaces the plan, with the change and its reference if it is to be judged."""
+    old = observation.plan
     if new.steps_as(old):
         return state
+    before = median(state.intervals) if state.intervals else None
+    other = state.other if before is None else Timing(batch_size=old.batch_size, ms_per_sample=before)
+    is_comparable = new.precision == old.precision and new.num_micro_batches == old.num_micro_batches
+    state = replace(_without_change(state), other=other if is_comparable else None)
     lowered = {name: level for name, level in old.precision.items() if new.precision[name].rank < level.rank}
     grown = new.batch_size > old.batch_size
     promoted = any(new.precision[name].rank > level.rank for name, level in old.precision.items())
-    if promoted or not (lowered or grown) or not state.intervals:
-        return ThroughputState()
+    if promoted or not (lowered or grown) or before is None:
+        return state
     change = Change(
-        ms_per_sample=median(state.intervals), precision=lowered, batch_size=old.batch_size if grown else None
+        ms_per_sample=before,
+        precision=lowered,
+        batch_size=old.batch_size if grown else None,
+        adapting_ms=observation.adapting_ms,
     )
-    return ThroughputState(change=change)
+    return replace(state, change=change)
+
+
+def _without_change(state: ThroughputState) -> ThroughputState:
+    return replace(state, intervals=(), change=None)
+
+
+def _affine(current: Timing, other: Timing | None) -> tuple[float, float]:
+    """Returns the milliseconds of a step that do not depend on its samples, and those of each sample.
+
+    Without a second timing, none is taken to depend on the samples: that bounds what a larger batch can save.
+    """
+    ms = current.batch_size * current.ms_per_sample
+    if other is None or other.batch_size == current.batch_size:
+        return ms, 0.0
+    rate = (ms - other.batch_size * other.ms_per_sample) / (current.batch_size - other.batch_size)
+    return ms - rate * current.batch_size, rate
 
 
 def _is_in_force(change: Change, plan: Plan) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, retreat, undo_growth
 from triaccel_ray.decide.curvature import lr_reasons, lr_scale, remember_curvature, smooth_noise
 from triaccel_ray.decide.precision import bar_overflowing, decide_precision, keep_precision
-from triaccel_ray.decide.throughput import bar_undone, judge, watch
+from triaccel_ray.decide.throughput import bar_undone, judge, size_that_pays, watch
 from triaccel_ray.records.plan import Plan, Reason, ReasonCode
 from triaccel_ray.records.signals import Observation
 from triaccel_ray.records.state import ControlState, Decision
@@ -53,7 +54,14 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     batch: BatchDecision = (
         retreat(config.batch, observation, batch_state)
         or undo_growth(before, judged.undo, batch_state)
-        or decide_batch(config.batch, observation, batch_state, enlarged=enlarged, is_unjudged=judged.is_open)
+        or decide_batch(
+            config.batch,
+            observation,
+            batch_state,
+            enlarged=enlarged,
+            is_unjudged=judged.is_open,
+            paying=partial(size_that_pays, config, observation, judged.state),
+        )
     )
     plan = Plan(
         batch_size=batch.batch_size,
@@ -66,7 +74,7 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     remembered = ControlState(
         layers=layers,
         batch=batch.state,
-        throughput=watch(judged.state, before, plan),
+        throughput=watch(judged.state, observation, plan),
         step=observation.step,
         num_skipped=observation.num_skipped,
     )

@@ -98,7 +98,8 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        options = {"config": config, "schedule": self.lr_scheduler, "seed": seed, **self._options}
+        epochs = total * config.batch.start / len(source)
+        options = {"config": config, "schedule": self.lr_scheduler, "epochs": epochs, "seed": seed, **self._options}
         return ControlLoop(self.model, self.optimizer, loss_of(self), source, **options)
 
     def _train_epoch(self, loop: ControlLoop, total: int, report: Callable[..., None]) -> None:

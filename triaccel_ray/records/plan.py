@@ -76,6 +76,7 @@ class ReasonCode(StrEnum):
     MEMORY_HIGH = "memory_high"
     HELD_CAPPED = "held_capped"
     HELD_UNJUDGED = "held_unjudged"
+    HELD_COST = "held_cost"
     SLOWER = "slower"
     HELD_ENLARGED = "held_enlarged"
     HELD_NOISE_SCALE = "held_noise_scale"

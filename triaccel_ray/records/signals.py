@@ -97,6 +97,8 @@ class Observation:
     """Of these, skipped since the last step that was not."""
     adapting_ms: float = 0.0
     """Milliseconds spent on new plans since the run began: first steps, compilation, captures."""
+    samples_left: int | None = None
+    """Samples that the run has yet to train; None if unknown."""
     noise: NoiseSignal | None = None
     """None when not measured since the last tick."""
     faults: tuple[Fault, ...] = ()

@@ -72,16 +72,30 @@ class Change:
     """Number of intervals since the change that were slower."""
     num_waited: int = 0
     """Number of ticks since the change without a step time."""
+    adapting_ms: float = 0.0
+    """Milliseconds spent on new plans before the change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """A batch size and its step time per sample."""
+
+    batch_size: int
+    ms_per_sample: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputState:
-    """State of the rule that reverts slowdowns."""
+    """State of the rules about step times."""
 
     intervals: tuple[float, ...] = ()
     """Step times per sample in milliseconds: medians of the last intervals under the current plan."""
     change: Change | None = None
     """The change that is not judged yet, if any."""
+    other: Timing | None = None
+    """The last other batch size timed with the current precisions and number of micro-batches."""
+    growth_ms: float | None = None
+    """Milliseconds that the last larger batch cost, in first steps, compilation and captures; None before the first."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,6 +111,7 @@ def _new_loop(
             schedule=spec.recipe.lr_factor,
             memory_budget=memory_budget,
             memory_headroom=memory_headroom,
+            epochs=spec.recipe.epochs,
             seed=seed,
             on_tick=on_tick,
         )
