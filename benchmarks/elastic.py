@@ -1,0 +1,108 @@
+"""`python -m benchmarks.elastic` compares the elastic batch with fixed ones: seconds of whole runs.
+
+    elastic  the batch grows where step times say that it pays, knowing the run's length
+    unknown  the same without knowing it
+    steps    the batch grows by one step at every tick, as in the paper
+    N        the batch stays at N
+
+Curvature and changes of precision are off. Each run has its own process and includes compilation, from a warm cache.
+Models and samples are those of `any_model`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.jobs import SIZES, Job, job_of
+from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, PrecisionConfig, use_lean_memory
+
+MODES = ("elastic", "unknown", "steps")
+
+
+def run(name: str, mode: str, num_epochs: int, num_samples: int) -> dict[str, Any]:
+    """Trains one model and returns what it took."""
+    use_lean_memory(torch.device("cuda"))
+    job = job_of(name)
+    data = _repeated(job.inputs, num_samples), _repeated(job.targets, num_samples)
+    began = time.perf_counter()
+    ticks: list[Any] = []
+    loop = ControlLoop(
+        job.model, _optimizer(job), job.loss, data, config=_config(job.batch_size, mode), on_tick=ticks.append,
+        epochs=None if mode == "unknown" else num_epochs,
+    )  # fmt: skip
+    seconds = [loop.train_epoch().seconds for _ in range(num_epochs)]
+    total = time.perf_counter() - began
+    loop.memory.refresh_peaks()
+    loop.close()
+    sizes = [size for size, _ in itertools.groupby(tick.decision.plan.batch_size for tick in ticks)]
+    return {
+        "model": name, "batch": mode, "total_s": round(total, 2), "first_epoch_s": round(seconds[0], 2),
+        "last_epoch_s": round(seconds[-1], 3), "peak_mib": loop.memory.peak_bytes >> 20, "sizes": sizes,
+        "new_plans_s": round(ticks[-1].observation.adapting_ms / 1e3, 2),
+        "held": next((reason.text for tick in ticks[::-1] for reason in tick.decision.reasons), ""),
+    }  # fmt: skip
+
+
+def _config(start: int, mode: str) -> ControlConfig:
+    batch = BatchConfig() if start == BatchConfig().start else BatchConfig().around(start)
+    if mode not in MODES:
+        size = int(mode)
+        batch = BatchConfig(enabled=False, start=size, minimum=size, maximum=size)
+    return ControlConfig(
+        batch=batch,
+        curvature=CurvatureConfig(enabled=False),
+        precision=PrecisionConfig(enabled=False),
+        revert_slowdowns=mode != "steps",
+    )
+
+
+def _optimizer(job: Job) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(job.model.parameters(), lr=3e-4, weight_decay=0.01, fused=True)
+
+
+def _repeated(samples: Tensor, number: int) -> Tensor:
+    times = -(-number // len(samples))
+    return samples.repeat(times, *[1] * (samples.dim() - 1))[:number]
+
+
+def main() -> int:
+    """Prints a line for each run; returns 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="resnet18", choices=[name for name in SIZES if name != "bert_base"])
+    parser.add_argument("--batches", nargs="+", default=[*MODES, "96", "256", "512"])
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--samples", type=int, default=50_000)
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("needs an NVIDIA GPU")
+        return 1
+    if args.one:
+        print(json.dumps(run(args.model, args.batches[0], args.epochs, args.samples)))
+        return 0
+    print(
+        f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {args.epochs} epochs of {args.samples} samples"
+    )
+    failed = 0
+    for is_warm_up, batch in itertools.product((True, False), args.batches):
+        num_epochs = 1 if is_warm_up and batch not in MODES else args.epochs
+        words = ["--model", args.model, "--epochs", str(num_epochs), "--samples", str(args.samples)]
+        command = [sys.executable, "-m", "benchmarks.elastic", "--one", "--batches", batch, *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        failed |= done.returncode != 0
+        if not is_warm_up or done.returncode:
+            print(done.stdout.strip() or f"{batch} FAILED: {done.stderr.strip()[-900:]}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
