@@ -192,9 +192,9 @@ class Graphs(Loop):
         return [size for size, _ in groupby(sizes)]
 
 
-def test_a_batch_grows_by_one_step_and_then_to_the_smallest_efficient_size():
+def test_a_batch_is_doubled_and_then_grows_to_the_smallest_efficient_size():
     loop = Graphs(fixed=1.0, price=100.0)
-    assert loop.sizes() == [96, 128, 448]
+    assert loop.sizes() == [96, 192, 448]
     speeds = {size: size / (1.0 + 0.01 * size) for size in range(32, 513, 32)}
     assert min(size for size in speeds if speeds[size] >= 0.97 * speeds[512]) == 448
     held = loop.tick().reasons
@@ -205,9 +205,9 @@ def test_a_batch_grows_by_one_step_and_then_to_the_smallest_efficient_size():
 @pytest.mark.parametrize(
     ("left", "sizes"),
     [
-        (10**6, [96, 128, 448]),
-        (45_000, [96, 128]),  # 0.0054 ms a sample are saved: 0.24 s, of the 0.3 s that a size costs
-        (10_000, [96]),  # at most 0.17 s could be saved, and the first plan took 0.2 s
+        (10**6, [96, 192, 448]),
+        (90_000, [96, 192]),  # 0.003 ms a sample could be saved: 0.27 s, and a size costs 0.3 s
+        (50_000, [96]),  # a fifth of 0.83 s might be saved, and the first plan took 0.2 s
     ],
 )
 def test_what_a_larger_batch_saves_must_exceed_what_it_costs(left: int, sizes: list[int]):
@@ -222,16 +222,16 @@ def test_what_a_larger_batch_saves_must_exceed_what_it_costs(left: int, sizes: l
 
 
 def test_a_run_of_unknown_length_grows_once_it_has_trained_long_enough():
-    loop = Graphs(fixed=1.0, price=300.0, first=3000.0, samples_left=None)
+    loop = Graphs(fixed=1.0, price=300.0, first=300.0, samples_left=None)
     sizes = [decision.plan.batch_size for decision in loop.run(60)]
-    first = sizes.index(128)  # step n + 1 of 50 per tick at 1.96 ms, of which a batch of 512 could save 0.81
-    assert 50 * first * 1.96 * 0.8125 <= 3000.0 < 50 * (first + 1) * 1.96 * 0.8125
+    first = sizes.index(192)  # after 50 steps a tick of 1.96 ms, of which a fifth of 0.81 may be saved
+    assert 50 * first * 1.96 * 0.1625 <= 300.0 < 50 * (first + 1) * 1.96 * 0.1625
     assert sizes[-1] == 448
 
 
 def test_a_larger_batch_that_is_slower_is_undone_at_once_and_not_tried_again():
     loop = Graphs(fixed=-0.1, price=100.0)
-    assert loop.sizes(60) == [96, 128, 96]
+    assert loop.sizes(60) == [96, 192, 96]
     assert [reason.code for reason in loop.tick().reasons] == [ReasonCode.HELD_COST]
 
 
@@ -241,10 +241,10 @@ def test_where_new_sizes_cost_nothing_the_batch_grows_step_by_step():
 
 def test_a_batch_grows_no_further_than_its_memory_is_expected_to():
     loop = Graphs(fixed=1.0, price=100.0)
-    loop.share = 0.34  # of 96 samples; 0.7 are allowed
-    assert loop.sizes(1) == [96, 128]
-    loop.share *= 128 / 96
-    assert loop.sizes(1) == [128, 192]
+    loop.share = 0.25  # of 96 samples; 0.7 are allowed
+    assert loop.sizes(1) == [96, 192]
+    loop.share *= 2
+    assert loop.sizes(1) == [192, 256]
 
 
 def test_step_times_of_other_precisions_are_not_compared():
