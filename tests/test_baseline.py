@@ -49,6 +49,21 @@ def test_fp32_is_a_plain_loop_bit_for_bit() -> None:
     assert loop.num_steps == 12
 
 
+def test_amp_at_its_best_is_compiled_bf16_in_channels_last_and_trains_as_plain_autocast_does() -> None:
+    torch.manual_seed(0)
+    pooled = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), *pooled)
+    plain = copy.deepcopy(model)
+    data = images(40)  # in whole batches: one compilation
+    loop = baseline(model, "amp-best", data=data)
+    assert set(loop.plan.precision.values()) == {BF16}
+    assert isinstance(loop._model, torch._dynamo.OptimizedModule)
+    assert model[2].weight.is_contiguous(memory_format=torch.channels_last)
+    best, amp = loop.train_epoch(), baseline(plain, "amp", data=data).train_epoch()
+    assert best.loss == pytest.approx(amp.loss, rel=0.01)
+    assert loop.evaluate(data).loss == pytest.approx(baseline(plain, "amp").evaluate(data).loss, rel=0.02)
+
+
 def test_batches_pass_in_parts_and_gradients_are_clipped_as_a_user_would_write_it() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4))

@@ -11,6 +11,7 @@ from triaccel_ray.data.data_source import DataSource as DataSource
 from triaccel_ray.data.dataset import DatasetSource as DatasetSource
 from triaccel_ray.data.iterable import IterableSource as IterableSource
 from triaccel_ray.data.sources import TensorSource as TensorSource
+from triaccel_ray.decide.paper import paper_rules as paper_rules
 from triaccel_ray.loop import ControlLoop as ControlLoop
 from triaccel_ray.loop import NonFiniteGradientsError as NonFiniteGradientsError
 from triaccel_ray.measure.score import efficiency_score as efficiency_score

@@ -213,6 +213,8 @@ class BatchConfig(_Checked):
     """Share of the memory limit below which the batch grows; in [0, rho_high)."""
     rho_high: float = knob(0.90, "[0, 1]")
     """Share of the memory limit above which the batch shrinks; in (rho_low, 1]."""
+    counts_idle_memory: bool = False
+    """Whether memory use and limit count from zero, as in the paper. If not, both count above the idle process."""
     dwell_ticks: int = knob(1, "[0, inf)", option="batch_dwell_ticks")
     """Minimum number of ticks for which a batch size is kept before it grows. Shrinking never waits."""
     oom_cooldown_ticks: int = knob(20, "[1, inf)")

@@ -110,9 +110,10 @@ def decide_batch(
         cap=state.cap if state.cap_ticks_left > 1 else None,
     )
     unchanged = BatchDecision(batch_size=plan.batch_size, num_micro_batches=plan.num_micro_batches, state=state)
-    if config.enabled and memory.share > config.rho_high:
+    share = _share(config, memory)
+    if config.enabled and share > config.rho_high:
         return _shrink(config, plan, memory, state)
-    if config.enabled and memory.share >= config.rho_low:
+    if config.enabled and share >= config.rho_low:
         return unchanged
     size, parts = _step_up(config, plan)
     at_top = (size, parts) == (plan.batch_size, plan.num_micro_batches)
@@ -186,8 +187,8 @@ def _shrink(config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchS
         outcome = f": {plan.batch_size} -> {size}"
         cap = min(plan.batch_size - config.granularity, state.cap or config.maximum)
         state = replace(state, ticks_since_change=0, cap=cap, cap_ticks_left=config.oom_cooldown_ticks)
-    text = f"memory {_describe_use(memory)} > rho_high {config.rho_high:.3g}{outcome}"
-    reason = _reason(ReasonCode.MEMORY_HIGH, text, value=memory.share, threshold=config.rho_high)
+    text = f"memory {_describe_use(config, memory)} > rho_high {config.rho_high:.3g}{outcome}"
+    reason = _reason(ReasonCode.MEMORY_HIGH, text, value=_share(config, memory), threshold=config.rho_high)
     return BatchDecision(batch_size=size, num_micro_batches=plan.num_micro_batches, state=state, reasons=(reason,))
 
 
@@ -203,7 +204,7 @@ def _step_up(config: BatchConfig, plan: Plan) -> tuple[int, int]:
 
 def _sizes_from(size: int, config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchState) -> list[int]:
     """Returns `size`, one step up, and the larger sizes that the batch may grow to at once."""
-    most = min(config.rho_low / max(memory.share, 1e-9) * plan.batch_size, state.cap or config.maximum)
+    most = min(config.rho_low / max(_share(config, memory), 1e-9) * plan.batch_size, state.cap or config.maximum)
     if plan.batch_size < config.start:
         most = min(most, config.start)
     if config.bound_by_noise_scale:
@@ -244,10 +245,10 @@ def _grow(
 ) -> BatchDecision:
     change = f"{plan.batch_size} -> {size}" if size != plan.batch_size else f"{plan.num_micro_batches} -> {parts} parts"
     if config.enabled:
-        text = f"memory {_describe_use(memory)} < rho_low {config.rho_low:.3g}: {change}"
+        text = f"memory {_describe_use(config, memory)} < rho_low {config.rho_low:.3g}: {change}"
     else:
         text = f"the cap after an out-of-memory error is lifted: {change}"
-    reason = _reason(ReasonCode.MEMORY_LOW, text, value=memory.share, threshold=config.rho_low)
+    reason = _reason(ReasonCode.MEMORY_LOW, text, value=_share(config, memory), threshold=config.rho_low)
     state = replace(state, ticks_since_change=0)
     return BatchDecision(batch_size=size, num_micro_batches=parts, state=state, reasons=(reason,))
 
@@ -260,6 +261,11 @@ def _reason(code: ReasonCode, text: str, *, value: float | None = None, threshol
     return Reason(code=code, subject="batch", text=text, value=value, threshold=threshold)
 
 
-def _describe_use(memory: MemorySignal) -> str:
-    taken, room = memory.window_peak_bytes - memory.idle_bytes, memory.attainable_bytes - memory.idle_bytes
-    return f"{memory.share:.3f} ({taken / GIB:.2f} of {room / GIB:.2f} GiB above the idle process)"
+def _share(config: BatchConfig, memory: MemorySignal) -> float:
+    return memory.share(counts_idle=config.counts_idle_memory)
+
+
+def _describe_use(config: BatchConfig, memory: MemorySignal) -> str:
+    idle, above = (0, "") if config.counts_idle_memory else (memory.idle_bytes, " above the idle process")
+    taken, room = memory.window_peak_bytes - idle, memory.attainable_bytes - idle
+    return f"{_share(config, memory):.3f} ({taken / GIB:.2f} of {room / GIB:.2f} GiB{above})"

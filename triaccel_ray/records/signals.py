@@ -50,15 +50,14 @@ class MemorySignal:
             return self.limit_bytes
         return min(self.limit_bytes, self.used_bytes + self.free_bytes)
 
-    @property
-    def share(self) -> float:
-        """MemUsage / MemMax, both counted above the memory of the idle process.
+    def share(self, *, counts_idle: bool = False) -> float:
+        """Returns MemUsage / MemMax, both counted above the memory of the idle process, or from zero.
 
-        So thresholds apply to the memory of batches. The CUDA context and the Python runtime do not shift them; the
-        paper's allocator figures exclude both, too. The limit itself includes them.
+        Above it, thresholds apply to the memory of batches. The CUDA context and the Python runtime do not shift them;
+        the paper's allocator figures exclude both, too. The limit itself includes them.
         """
-        taken = self.window_peak_bytes - self.idle_bytes
-        return max(taken, 0) / max(self.attainable_bytes - self.idle_bytes, 1)
+        idle = 0 if counts_idle else self.idle_bytes
+        return max(self.window_peak_bytes - idle, 0) / max(self.attainable_bytes - idle, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ CONTROL = ControlConfig(
 PARTS = {
     "fp32": (Precision.FP32, False, False),
     "amp": (Precision.BF16, False, False),
+    "amp-best": (Precision.BF16, False, False),
     "engine-amp": (Precision.BF16, False, False),
     "fixed": (Precision.BF16, False, False),
     "probe": (Precision.BF16, True, False),
@@ -33,6 +34,7 @@ PARTS = {
     "dynamic-precision": (None, False, False),
     "dynamic-both": (None, False, True),
     "triaccel": (None, True, True),
+    "paper": (None, True, True),
 }
 """Method -> the precision of every layer, None where it adapts; whether curvature is measured, and the batch adapts."""
 
@@ -47,7 +49,7 @@ def test_a_method_has_its_parts_alone(method: str) -> None:
     assert control.batch.enabled == batch
     if method == "triaccel":
         assert control is CONTROL
-    else:  # nothing needs the per-sample gradients of the curvature
+    elif method != "paper":  # nothing needs the per-sample gradients of the curvature
         assert not control.batch.bound_by_noise_scale
         assert control.batch.lr_rule == ("sqrt" if batch else "none")
     other = replace(
@@ -57,10 +59,10 @@ def test_a_method_has_its_parts_alone(method: str) -> None:
         execution=ExecutionConfig(data_on="host", autotune=True),
     )
     control = RunSpec(task="digits", method=method, control=other).method_control
-    assert control.batch.lr_rule == ("linear" if batch else "none")
+    assert control.batch.lr_rule == ("linear" if batch and method != "paper" else "none")
     assert control.precision.initial is (Precision.FP32 if precision is Precision.FP32 else Precision.FP16)
-    # fp32 and amp hold what any other program would
-    assert control.execution.data_on == ("device" if method in ("fp32", "amp") else "host")
+    # baselines hold what any other program would
+    assert control.execution.data_on == ("device" if method in ("fp32", "amp", "amp-best") else "host")
 
 
 @pytest.mark.parametrize(

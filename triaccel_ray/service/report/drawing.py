@@ -36,12 +36,14 @@ GREEN: Final = "#00876C"
 METHOD_STYLES: Final[Mapping[str, tuple[str, str]]] = {
     "fp32": ("s", RED),
     "amp": ("D", ORANGE),
+    "amp-best": ("X", GREEN),
     "engine-amp": ("^", AMBER),
     "fixed": ("P", GRAY),
     "dynamic-batch": ("v", SKY),
     "dynamic-precision": ("<", BLUE),
     "dynamic-both": ("*", GREEN),
     "triaccel": ("o", NAVY),
+    "paper": ("h", BLUE),
 }
 """Method -> marker and color, the same in every figure."""
 

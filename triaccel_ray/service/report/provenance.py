@@ -128,7 +128,7 @@ def _span(runs: Sequence[RunRecord]) -> str:
 def _settings(spec: RunSpec, runs: Sequence[RunRecord]) -> str:
     recipe, batch = spec.recipe, spec.method_control.batch
     # The trials of a search have their own memory limit; that of its baselines and probe does not matter.
-    limited = [run for run in runs if run.spec.method not in ("fp32", "amp", "probe")] or runs
+    limited = [run for run in runs if not (run.spec.is_baseline or run.spec.method == "probe")] or runs
     limits = [value for run in limited if isinstance(value := run.start.parameters.get("memory_limit_bytes"), int)]
     memory = " to ".join(dict.fromkeys(map(format_bytes, (min(limits), max(limits))))) if limits else ""
     batch_text = f"batch {batch.start}" + (

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.apply.evaluate import measured
 from triaccel_ray.apply.precision import precisions_without_benefit
-from triaccel_ray.baseline import BaselineLoop
+from triaccel_ray.baseline import Baseline, BaselineLoop
 from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.cuda.stream_pool import PooledStream
 from triaccel_ray.data.sources import DataSource, delivered
@@ -120,7 +120,7 @@ def _new_loop(
         optimizer,
         loss,
         samples,
-        method="fp32" if spec.method == "fp32" else "amp",
+        method=cast(Baseline, spec.method),
         batch_size=control.batch.start,
         amp=spec.recipe.amp,
         schedule=spec.recipe.lr_factor,

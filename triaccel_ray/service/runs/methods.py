@@ -12,11 +12,13 @@ PROBE: Final = "probe"
 METHODS: Mapping[str, str] = {
     "fp32": "FP32, as a tutorial writes it",
     "amp": "automatic mixed precision, as a tutorial writes it",
+    "amp-best": "automatic mixed precision, as an expert writes it: BF16, torch.compile, channels_last",
     "engine-amp": "one low precision for all layers, on this product's engine",
     "dynamic-batch": "FP32 with the elastic batch size alone",
     "dynamic-precision": "precision per layer alone",
     "dynamic-both": "precision per layer and elastic batch size, without curvature",
     "triaccel": "the full control loop",
+    "paper": "the control loop by the printed rules alone: nothing is smoothed, delayed or undone",
     "fixed": "one precision and batch size on this product's engine, nothing adapted",
     "probe": "one low precision, statistics and curvature recorded, batch size and precision kept",
 }

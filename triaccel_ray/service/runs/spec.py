@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from triaccel_ray.config import ControlConfig, LrRule, check_fields, knob, require
+from triaccel_ray.decide.paper import paper_rules
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.runs.methods import METHODS
@@ -94,14 +95,16 @@ class RunSpec:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether the run is FP32 or AMP as a tutorial writes it, without this engine."""
-        return self.method in ("fp32", "amp")
+        """Whether the run is FP32 or AMP without this engine."""
+        return self.method in ("fp32", "amp", "amp-best")
 
     @property
     def method_control(self) -> ControlConfig:
         """The control configuration, with the parts turned off that the method does not use."""
         if self.method == "triaccel":
             return self.control
+        if self.method == "paper":
+            return paper_rules(self.control)
         precision, batch = self.control.precision, self.control.batch
         # AdaScale and the noise bound need the per-sample gradients of curvature.
         rule: LrRule = "sqrt" if batch.lr_rule == "adascale" else batch.lr_rule

@@ -53,7 +53,7 @@ def params_of(start: Start) -> dict[str, str]:
     """
     method = start.info.get("method")
     settings: dict[str, Any] = {name: start.info[name] for name in NAMED if name in start.info}
-    if method in ("fp32", "amp"):
+    if method in ("fp32", "amp", "amp-best"):
         settings["batch.start"] = start.control.batch.start
     elif method is not None:
         settings |= _settings_in_effect(encode(start.control))
@@ -88,7 +88,7 @@ def _tick_metrics(tick: Tick) -> dict[str, float | None]:
         "memory/window_peak_gb": memory.window_peak_bytes / BYTES_PER_GB,
         "memory/peak_gb": memory.peak_bytes / BYTES_PER_GB,
         "memory/allocated_peak_gb": memory.allocated_peak_bytes / BYTES_PER_GB,
-        "memory/share": memory.share,
+        "memory/share": memory.share(),
         **{f"layers/{level.value}": levels.count(level) for level in Precision},
         "curvature/largest_eigenvalue": max(eigenvalues, default=None),
         "curvature/layers_held": sum(layer.held for layer in layers),

@@ -1,0 +1,30 @@
+"""The paper's rules to the letter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from triaccel_ray.config import ControlConfig
+
+
+def paper_rules(config: ControlConfig) -> ControlConfig:
+    """Returns `config` with the rules as printed (Tri-Accel, section 3), without what this project adds to them.
+
+    Nothing is smoothed, delayed or undone. Every precision may be used, memory counts from zero, learning rates ignore
+    the batch size, and eigenvalues come from power iteration. Thresholds, intervals and sizes stay as they are: the
+    paper gives few. FP16 keeps its loss scale, and a batch that runs out of memory is retried.
+    """
+    return replace(
+        config,
+        revert_slowdowns=False,
+        precision=replace(config.precision, dwell_ticks=0, patience_ticks=1, allow_slow_precisions=True),
+        curvature=replace(config.curvature, method="hessian", smoothing=0.0),
+        batch=replace(
+            config.batch,
+            dwell_ticks=0,
+            oom_cooldown_ticks=1,
+            lr_rule="none",
+            bound_by_noise_scale=False,
+            counts_idle_memory=True,
+        ),
+    )
