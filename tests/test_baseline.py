@@ -115,6 +115,20 @@ def test_it_stops_beyond_its_budget() -> None:
 
 
 @pytest.mark.gpu
+def test_amp_at_its_best_trains_on_a_gpu_beside_evaluations_and_in_parts() -> None:
+    torch.manual_seed(0)
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4)
+    model = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), *head).cuda()
+    plain, data = copy.deepcopy(model), images(100)
+    loop = baseline(model, "amp-best", data=data, accumulate=2)
+    amp_loop = baseline(plain, "amp", data=data, accumulate=2)
+    for _ in range(5):  # the last batch of an epoch is a short one
+        assert loop.train_epoch().loss == pytest.approx(amp_loop.train_epoch().loss, rel=0.05)
+        assert loop.evaluate(data).loss == pytest.approx(amp_loop.evaluate(data).loss, rel=0.1)
+    assert set(loop.plan.precision.values()) == {BF16}
+
+
+@pytest.mark.gpu
 def test_a_step_that_the_scaler_skips_does_not_count_for_the_epochs_loss() -> None:
     factors, losses = iter([1.0, float("inf"), 1.0, 1.0, 1.0, 1.0]), []
 

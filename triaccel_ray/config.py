@@ -315,9 +315,9 @@ class ControlConfig(_Checked):
     """T_ctrl: optimizer steps between ticks."""
     revert_slowdowns: bool = True
     """Whether changes must pay. A lower precision or a larger batch is undone if steps then take over 25 % longer per
-    sample. On a GPU, a batch grows only if that is expected to save more time than the new size costs, and it goes back
-    if steps are no faster per sample. Timings vary between runs: without this rule, two equal runs on a CPU make the
-    same decisions."""
+    sample; on a GPU, which times them better, 3 % for a precision and no longer at all for a batch. A batch grows on a
+    GPU only if that is expected to save more time than the new size costs. Timings vary between runs: without this
+    rule, two equal runs on a CPU make the same decisions."""
     max_overhead: float = knob(0.02, "(0, 1]")
     """Share of the training time that adaptation may take on a GPU. Curvature measurements and lower precisions wait
     until the time spent on them so far is within it. No effect if `revert_slowdowns` is off."""

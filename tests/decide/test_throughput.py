@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.decide.build import BF16, FP16, FP32, Machine, Run, codes, memory_of
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import ControlState, Decision
-from triaccel_ray.records.plan import Plan, ReasonCode
+from triaccel_ray.records.plan import Plan, Precision, ReasonCode
 from triaccel_ray.records.signals import LayerSignal
 
 CONFIG = ControlConfig(
@@ -233,6 +233,14 @@ def test_a_larger_batch_that_is_slower_is_undone_at_once_and_not_tried_again():
     loop = Graphs(fixed=-0.1, price=100.0)
     assert loop.sizes(60) == [96, 192, 96]
     assert [reason.code for reason in loop.tick().reasons] == [ReasonCode.HELD_COST]
+
+
+@pytest.mark.parametrize(("slower", "kept"), [(1.02, FP16), (1.05, BF16)])
+def test_on_a_gpu_a_precision_that_is_a_little_slower_is_undone(slower: float, kept: Precision):
+    loop = Loop(CONFIG, lambda plan: 10.0 * slower if plan.precision["conv"] is FP16 else 10.0)
+    for layer in (MIDDLE, LOW, LOW, LOW):
+        loop.step(layer, memory=memory_of(), step_ms=loop.cost(loop.plan), adapting_ms=1.0)
+    assert loop.plan.precision["conv"] is kept
 
 
 def test_where_new_sizes_cost_nothing_the_batch_grows_step_by_step():

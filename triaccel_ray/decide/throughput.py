@@ -14,6 +14,8 @@ from triaccel_ray.records.state import BatchState, Change, LayerState, Throughpu
 TOLERANCE = 0.25
 """A plan counts as slower if its time per sample is longer by more than this share, which exceeds the noise of medians
 on a machine with other load."""
+GPU_TOLERANCE = 0.03
+"""The same for a lower precision on a GPU, whose medians vary by less than 1 %. A larger batch must not be slower."""
 EFFICIENT_SHARE = 0.97
 """A batch size is efficient if its samples per second reach this share of the largest size's (AccUDNN)."""
 _EXPECTED_SHARE = 0.2
@@ -62,7 +64,9 @@ def judge(config: ControlConfig, observation: Observation, state: ThroughputStat
     if change is None:
         return Judgement(state=replace(state, intervals=(*state.intervals, ms_per_sample)[-_NUM_INTERVALS:]))
     is_growth = change.batch_size is not None
-    tolerance = 0.0 if is_growth and observation.adapting_ms else TOLERANCE
+    tolerance = TOLERANCE
+    if observation.adapting_ms:  # on a GPU
+        tolerance = 0.0 if is_growth else GPU_TOLERANCE
     is_slower = ms_per_sample > change.ms_per_sample * (1.0 + tolerance)
     if is_slower and change.num_slower + 1 < _JUDGING_TICKS:
         return Judgement(state=replace(state, change=replace(change, num_slower=change.num_slower + 1)))
