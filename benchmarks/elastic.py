@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.jobs import SIZES, Job, job_of
 from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, PrecisionConfig, use_lean_memory
+from triaccel_ray.records.plan import ReasonCode
 
 MODES = ("elastic", "unknown", "steps")
 
@@ -43,12 +44,13 @@ def run(name: str, mode: str, num_epochs: int, num_samples: int) -> dict[str, An
     total = time.perf_counter() - began
     loop.memory.refresh_peaks()
     loop.close()
-    sizes = [size for size, _ in itertools.groupby(tick.decision.plan.batch_size for tick in ticks)]
+    planned = (tick.decision.plan.batch_size for tick in ticks)
+    sizes = [size for size, _ in itertools.groupby([loop.config.batch.start, *planned])]
+    held = [reason.text for tick in ticks for reason in tick.decision.reasons if reason.code is ReasonCode.HELD_COST]
     return {
         "model": name, "batch": mode, "total_s": round(total, 2), "first_epoch_s": round(seconds[0], 2),
         "last_epoch_s": round(seconds[-1], 3), "peak_mib": loop.memory.peak_bytes >> 20, "sizes": sizes,
-        "new_plans_s": round(ticks[-1].observation.adapting_ms / 1e3, 2),
-        "held": next((reason.text for tick in ticks[::-1] for reason in tick.decision.reasons), ""),
+        "new_plans_s": round(sum(tick.applied.adapt_ms for tick in ticks) / 1e3, 2), "held": held[-1] if held else "",
     }  # fmt: skip
 
 

@@ -56,6 +56,12 @@ def test_a_net_learns_with_every_strategy_on() -> None:
     assert {ReasonCode.VARIANCE, ReasonCode.CURVATURE, ReasonCode.LR_SCALE, ReasonCode.MEMORY_LOW} <= codes
 
 
+@pytest.mark.parametrize("epochs", [0, -1.0, float("nan"), float("inf"), "3", True])
+def test_the_length_of_a_run_is_a_positive_number_of_epochs(epochs: Any) -> None:
+    with pytest.raises(ValueError, match=r"epochs = .*: must"):
+        loop_of(mlp(), blobs(24), epochs=epochs)
+
+
 def test_a_suspended_loop_leaves_the_model_to_compute_in_fp32() -> None:
     model, (inputs, _) = mlp(), blobs(8)
     expected = model(inputs)

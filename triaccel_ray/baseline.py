@@ -23,8 +23,9 @@ Baseline = Literal["fp32", "amp", "amp-best"]
 class BaselineLoop(EpochLoop):
     """Trains a model at a fixed batch size, in FP32 or under `torch.autocast`, without adaptation.
 
-    AMP on a GPU is FP16 with `torch.amp.GradScaler`, as in the tutorial, or BF16 without one. On a CPU it is BF16.
-    `amp-best` is AMP as an expert writes it: BF16 where the GPU has it, the model compiled and in channels_last.
+    AMP on a GPU is FP16 with `torch.amp.GradScaler`, as in the tutorial, or with `amp="bf16"` BF16 without one. On a
+    CPU it is BF16. `amp-best` is AMP as an expert writes it: BF16 where the GPU has it, the model compiled, its weights
+    converted to channels_last.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class BaselineLoop(EpochLoop):
         self.sampler = Sampler(as_source(data).to(self.device), seed=seed, device=self.device)
         self.memory.require_room()
         on_gpu, is_best = self.device.type == "cuda", method == "amp-best"
-        has_bf16 = not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
-        low = Precision.BF16 if has_bf16 and (is_best or not on_gpu or amp == "bf16") else Precision.FP16
+        on_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu and is_best else amp == "bf16"
+        low = Precision.BF16 if on_bf16 or not on_gpu else Precision.FP16
         self._level = Precision.FP32 if method == "fp32" else low
         self._model: Any = model
         if is_best:
@@ -136,7 +137,7 @@ class BaselineLoop(EpochLoop):
         )
 
     def close(self) -> None:
-        """Stops prefetching; the model has not been modified."""
+        """Stops prefetching. The model keeps the memory format that `amp-best` gives it."""
         self.sampler.close()
 
     def state_dict(self) -> dict[str, Any]:

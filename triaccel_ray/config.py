@@ -314,10 +314,10 @@ class ControlConfig(_Checked):
     every_steps: int = knob(50, "[1, inf)", option="t_ctrl")
     """T_ctrl: optimizer steps between ticks."""
     revert_slowdowns: bool = True
-    """Whether changes must pay. A lower precision or a larger batch is undone if steps then take over 25 % longer per
-    sample; on a GPU, which times them better, 3 % for a precision and no longer at all for a batch. A batch grows on a
-    GPU only if that is expected to save more time than the new size costs. Timings vary between runs: without this
-    rule, two equal runs on a CPU make the same decisions."""
+    """Whether changes must pay. A lower precision or a larger batch that makes steps over 25 % slower per sample is
+    undone. In captured steps, the limit is 3 % for a precision and 0 for a batch; there, a batch grows only if the
+    expected saving exceeds the cost. Timings vary between runs: without this rule, two equal runs on a CPU make the
+    same decisions."""
     max_overhead: float = knob(0.02, "(0, 1]")
     """Share of the training time that adaptation may take on a GPU. Curvature measurements and lower precisions wait
     until the time spent on them so far is within it. No effect if `revert_slowdowns` is off."""

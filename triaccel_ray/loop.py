@@ -65,8 +65,8 @@ class ControlLoop(EpochLoop):
                 samples. A scheduler that you step yourself, once per epoch, also works.
             memory_budget: bytes this process may hold on the device; None: the whole device.
             memory_headroom: bytes beyond what the process holds before its first batch; a budget bounds the total.
-            epochs: length of the whole run, to weigh what a larger batch costs against what it saves until the end.
-                None: unknown; the loop expects to train as long again as it has.
+            epochs: length of the whole run in epochs. A larger batch must save more until then than it costs. None:
+                unknown; as many samples as have been trained are assumed to follow.
             seed: seed of the sample order, the augmentation and the samples for curvature.
             on_tick: called once with each tick, in order. With `EventLog.append`, the ticks go to an event log for
                 `triaccel report` and `triaccel replay`. The loop begins an empty log with a start record that holds

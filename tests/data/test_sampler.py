@@ -119,3 +119,16 @@ def test_indices_of_a_resident_source_are_on_the_device_and_the_same() -> None:
 def test_a_state_of_another_data_set_is_refused() -> None:
     with pytest.raises(ValueError, match="num_samples = 5: the checkpoint's data set; this one has 6"):
         feed_of(6).load_state_dict(feed_of(5).state_dict())
+
+
+def test_the_samples_left_count_down_to_the_runs_end_or_are_as_many_as_were_taken() -> None:
+    source = TensorSource(torch.zeros(10, 1), torch.zeros(10))
+    known, unknown = Sampler(source, seed=0, device=CPU, epochs=2.5), Sampler(source, seed=0, device=CPU)
+    left = []
+    for _ in range(8):
+        left.append((known.samples_left, unknown.samples_left))
+        known.take(4)
+        unknown.take(4)
+    assert left == [(25, 0), (21, 4), (17, 8), (15, 10), (11, 14), (7, 18), (5, 20), (1, 24)]
+    known.take(4)
+    assert known.samples_left == 0

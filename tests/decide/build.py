@@ -140,7 +140,9 @@ def eventful_run(
 ) -> Iterator[tuple[Observation, Decision]]:
     """A run in which variances walk, eigenvalues come now and then, memory is taken and given back, things fail,
     FP16 overflows, and captures find no memory."""
-    chance, aside, captures = (random.Random(seed + i) for i in range(3))
+    chance, aside, captures, timing = (random.Random(seed + i) for i in range(4))
+    is_captured = timing.random() < 0.7
+    spent = 0.5 * is_captured
     num_skipped = 0
     variances = {name: 10.0 ** chance.uniform(-8, -2) for name in machine.names}
     run = Run(config, machine)
@@ -171,8 +173,12 @@ def eventful_run(
             loss_scale=1.0 if overflows else 1024.0,
             faults=pending,
             apply_fails=fails,
+            step_ms=None if timing.random() < 0.2 else timing.gauss(1.0, 0.02) + 0.01 * run.plan.batch_size,
+            adapting_ms=spent,
+            samples_left=timing.choice([0, 10**4, 10**7]),
         )
         pending = (apply_failed(run.decision.plan.batch_size),) if fails else ()
+        spent += timing.random() * is_captured
 
 
 @st.composite

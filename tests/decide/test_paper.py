@@ -8,7 +8,6 @@ from tests.decide.build import BF16, FP16, FP32, LIMIT, Machine, Run, memory_of,
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import decide
 from triaccel_ray.decide.paper import paper_rules
-from triaccel_ray.records.plan import Precision
 from triaccel_ray.records.signals import LayerSignal
 
 CONFIG = paper_rules(
@@ -18,6 +17,17 @@ CONFIG = paper_rules(
         batch=BatchConfig(start=96, step_up=32, step_down=64),
     )
 )
+
+
+def test_settings_of_our_own_rules_are_off() -> None:
+    batch = BatchConfig(dwell_ticks=3, lr_rule="adascale", bound_by_noise_scale=True)
+    found = paper_rules(ControlConfig(precision=PrecisionConfig(tau_low=1e-5), batch=batch))
+    precision, curvature, batch = found.precision, found.curvature, found.batch
+    assert not found.revert_slowdowns
+    assert (precision.dwell_ticks, precision.patience_ticks, precision.allow_slow_precisions) == (0, 1, True)
+    assert (curvature.method, curvature.smoothing) == ("hessian", 0.0)
+    assert (batch.dwell_ticks, batch.oom_cooldown_ticks, batch.lr_rule) == (0, 1, "none")
+    assert (batch.bound_by_noise_scale, batch.counts_idle_memory, precision.tau_low) == (False, True, 1e-5)
 
 
 def run() -> Run:
@@ -56,4 +66,4 @@ def test_a_slower_precision_stays() -> None:
     loop, times = run(), iter([1.0, 1.0, *[50.0] * 10])
     for _ in range(12):
         loop.step(layer(1e-9), memory=memory_of(), step_ms=next(times))
-    assert loop.plan.precision["conv"] is Precision.FP16
+    assert loop.plan.precision["conv"] is FP16

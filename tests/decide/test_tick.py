@@ -184,9 +184,11 @@ def assert_reasons(observation: Observation, decision: Decision) -> None:
     batch_changed = (new.batch_size, new.num_micro_batches) != (old.batch_size, old.num_micro_batches)
     rules = {ReasonCode.OUT_OF_MEMORY, ReasonCode.APPLY_FAILED, ReasonCode.MEMORY_LOW, ReasonCode.MEMORY_HIGH,
              ReasonCode.CAPTURE_OUT_OF_MEMORY}  # fmt: skip
-    assert not batch_changed or rules & set(codes(decision, "batch"))
+    undone = ReasonCode.SLOWER in codes(decision, "throughput")
+    assert not batch_changed or undone or rules & set(codes(decision, "batch"))
     assert (new.batch_lr_scale != old.batch_lr_scale) == (ReasonCode.LR_SCALE in codes(decision, "batch"))
-    rules = {ReasonCode.VARIANCE, ReasonCode.CURVATURE, ReasonCode.CURVATURE_RELEASED, ReasonCode.OVERFLOW}
+    rules = {ReasonCode.VARIANCE, ReasonCode.CURVATURE, ReasonCode.CURVATURE_RELEASED, ReasonCode.OVERFLOW,
+             ReasonCode.SLOWER}  # fmt: skip
     for name, level in new.precision.items():
         assert level is old.precision[name] or rules & set(codes(decision, name))
         assert (new.lr_scale[name] != old.lr_scale[name]) == (ReasonCode.LR_SCALE in codes(decision, name))

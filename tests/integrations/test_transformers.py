@@ -129,6 +129,8 @@ def test_the_batch_grows_while_schedule_and_end_keep_to_the_samples(tmp_path: Pa
     assert sizes[-1] == ticks[-1].applied.plan.batch_size > 16
     assert result.global_step == trainer.state.max_steps == len(sizes) < 33  # of 66 in batches of 4
     assert trainer.state.epoch == 6.0
+    first, num_samples = ticks[0].observation, len(trainer.train_dataset)
+    assert first.samples_left == round((6 - first.epoch) * num_samples)
     for rate, epoch in zip(rates[1:], logged(trainer, "epoch"), strict=False):  # warm-up in the first of six epochs
         assert rate == pytest.approx(1e-2 * min(epoch, (6 - epoch) / 5), rel=1e-6)
     assert {entry["layers_fp32"] + entry["layers_bf16"] for entry in trainer.state.log_history if "loss" in entry} == {

@@ -23,7 +23,7 @@ class Actuators:
     @property
     def adapting_ms(self) -> float:
         """Milliseconds spent on new plans since the run began."""
-        return self._adapting_ms + self._cache.adapting_ms
+        return self._adapting_ms + self._cache.pending_ms
 
     def apply(self, plan: Plan, *, step: int) -> Applied:
         """Applies `plan`; returns the plan then in force, a fault if that is still the old one, and the cost."""

@@ -101,7 +101,7 @@ class StepCache:
         """Kind of step that has run eagerly -> whether the next one is captured; False after a step that compiled."""
         self._too_large: set[_Key] = set()
         self._captured_dependencies: tuple[Any, ...] = ()
-        self.adapting_ms = 0.0
+        self.pending_ms = 0.0
         """Milliseconds spent on new plans since the last `take_cost`."""
         self._evicted: list[str] = []
         self._reported: set[FaultKind] = set()
@@ -117,8 +117,8 @@ class StepCache:
 
         The time covers first steps of a kind, with autotuning and compilation, and captures, successful or not.
         """
-        cost = self.adapting_ms, tuple(self._evicted)
-        self.adapting_ms, self._evicted = 0.0, []
+        cost = self.pending_ms, tuple(self._evicted)
+        self.pending_ms, self._evicted = 0.0, []
         return cost
 
     def run(self, indices: Tensor, loss_scale: Tensor, *, step: int) -> tuple[Fault, ...]:
@@ -309,7 +309,7 @@ class StepCache:
             yield
             self._pool.synchronize()
         finally:
-            self.adapting_ms += 1e3 * (time.perf_counter() - start)
+            self.pending_ms += 1e3 * (time.perf_counter() - start)
 
 
 def _capture_fault(key: _Key, step: int, detail: str, kind: FaultKind = FaultKind.CAPTURE_FAILED) -> Fault:

@@ -126,7 +126,7 @@ class Training:
         The model's forward functions are wrapped until `remove` is called.
         """
         if epochs is not None:
-            check_field("epochs", epochs, float, "(0, inf)")
+            check_field("epochs", epochs, float, "(0, 1000000000]")
         self.model, self.loss, self._config = model, loss, config
         self.layers = find_layers(model)
         names = [layer.name for layer in self.layers]

@@ -50,10 +50,10 @@ class Sampler:
         return self.epoch + share
 
     @property
-    def samples_left(self) -> int | None:
-        """Samples until the end of the run, 0 beyond it; None if its length or that of an epoch is unknown."""
+    def samples_left(self) -> int:
+        """Samples until the end of the run, 0 beyond it; as many as have been taken if its length is unknown."""
         if self._num_epochs is None or not self.num_samples:
-            return None
+            return self._num_taken if self._is_stream else self.epoch * self.num_samples + self._cursor
         return max(round((self._num_epochs - self.position) * self.num_samples), 0)
 
     def num_batches(self, batch_size: int) -> int:

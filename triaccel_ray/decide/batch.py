@@ -90,12 +90,12 @@ def decide_batch(
     *,
     enlarged: bool,
     is_unjudged: bool = False,
-    paying: Callable[[Sequence[int]], int | Reason] = itemgetter(0),
+    choose_size: Callable[[Sequence[int]], int | Reason] = itemgetter(0),
 ) -> BatchDecision:
     """Returns the batch of the next interval (Tri-Accel, section 3.3).
 
-    It shrinks by one step, and grows to the size that `paying` chooses of those that fit: by one step, as in the paper,
-    or further. A reason in its place holds the batch.
+    It shrinks by one step, and grows to the size that `choose_size` returns of those that fit: by one step, as in the
+    paper, or further. If `choose_size` returns a reason, the batch stays.
 
     Growth waits with `is_unjudged`: the last change of plan is not judged by its step times yet. It also waits with
     `enlarged`: a precision was raised at this tick, or could not be, so the memory measured is not what a larger batch
@@ -122,7 +122,7 @@ def decide_batch(
     size = min(size, state.cap or size)
     hold = _reason_to_hold(config, plan, state, size, enlarged=enlarged, is_unjudged=is_unjudged)
     if hold is None and config.enabled and size > plan.batch_size:
-        chosen = paying(_sizes_from(size, config, plan, memory, state))
+        chosen = choose_size(_candidate_sizes(size, config, plan, memory, state))
         size, hold = (size, chosen) if isinstance(chosen, Reason) else (chosen, None)
     if hold is not None:
         return replace(unchanged, reasons=(hold,))
@@ -202,13 +202,13 @@ def _step_up(config: BatchConfig, plan: Plan) -> tuple[int, int]:
     return max(_round_down(config, size), plan.batch_size), config.accumulate
 
 
-def _sizes_from(size: int, config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchState) -> list[int]:
+def _candidate_sizes(size: int, config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchState) -> list[int]:
     """Returns `size`, one step up, and the larger sizes that the batch may grow to at once."""
     most = min(config.rho_low / max(_share(config, memory), 1e-9) * plan.batch_size, state.cap or config.maximum)
     if plan.batch_size < config.start:
         most = min(most, config.start)
     if config.bound_by_noise_scale:
-        most = size
+        most = min(most, max(config.noise_share * noise_scale(state.noise), config.start))
     return [size, *(each for each in ladder(config) if size < each <= most)]
 
 

@@ -10,9 +10,10 @@ from triaccel_ray.config import ControlConfig
 def paper_rules(config: ControlConfig) -> ControlConfig:
     """Returns `config` with the rules as printed (Tri-Accel, section 3), without what this project adds to them.
 
-    Nothing is smoothed, delayed or undone. Every precision may be used, memory counts from zero, learning rates ignore
-    the batch size, and eigenvalues come from power iteration. Thresholds, intervals and sizes stay as they are: the
-    paper gives few. FP16 keeps its loss scale, and a batch that runs out of memory is retried.
+    There is no smoothing over measurements, no dwell time, and nothing is undone. Every precision may be used, memory
+    counts from zero, learning rates ignore the batch size, and eigenvalues come from power iteration. Thresholds,
+    intervals and sizes stay as they are: the paper gives few. What a run needs to survive is kept: FP16's loss scale,
+    its bar after overflows, retries when memory runs out, and no growth at a tick that raises a precision.
     """
     return replace(
         config,

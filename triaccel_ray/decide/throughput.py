@@ -11,16 +11,16 @@ from triaccel_ray.records.plan import Plan, Precision, Reason, ReasonCode
 from triaccel_ray.records.signals import Observation
 from triaccel_ray.records.state import BatchState, Change, LayerState, ThroughputState, Timing
 
-TOLERANCE = 0.25
+_TOLERANCE = 0.25
 """A plan counts as slower if its time per sample is longer by more than this share, which exceeds the noise of medians
 on a machine with other load."""
-GPU_TOLERANCE = 0.03
-"""The same for a lower precision on a GPU, whose medians vary by less than 1 %. A larger batch must not be slower."""
-EFFICIENT_SHARE = 0.97
+_CAPTURED_TOLERANCE = 0.03
+"""The same for a lower precision in captured steps, on a GPU, whose medians vary by less than 1 %."""
+_EFFICIENT_SHARE = 0.97
 """A batch size is efficient if its samples per second reach this share of the largest size's (AccUDNN)."""
 _EXPECTED_SHARE = 0.2
-"""What a larger batch is expected to save before any is timed, as a share of the most it can: all that a step takes
-whatever its size. On an H200, the largest batch saved 0.5 of it with ResNet-18, and 0.2 with GPT and ViT."""
+"""Expected saving before a second batch size is timed, as a share of what the largest size would save if steps took
+the same time at any size."""
 _JUDGING_TICKS = 2
 """Consecutive intervals that must be slower before a change is undone."""
 _PATIENCE_TICKS = 5
@@ -64,9 +64,9 @@ def judge(config: ControlConfig, observation: Observation, state: ThroughputStat
     if change is None:
         return Judgement(state=replace(state, intervals=(*state.intervals, ms_per_sample)[-_NUM_INTERVALS:]))
     is_growth = change.batch_size is not None
-    tolerance = TOLERANCE
-    if observation.adapting_ms:  # on a GPU
-        tolerance = 0.0 if is_growth else GPU_TOLERANCE
+    tolerance = _TOLERANCE
+    if _is_captured(observation):
+        tolerance = 0.0 if is_growth else _CAPTURED_TOLERANCE
     is_slower = ms_per_sample > change.ms_per_sample * (1.0 + tolerance)
     if is_slower and change.num_slower + 1 < _JUDGING_TICKS:
         return Judgement(state=replace(state, change=replace(change, num_slower=change.num_slower + 1)))
@@ -75,7 +75,7 @@ def judge(config: ControlConfig, observation: Observation, state: ThroughputStat
         state = replace(state, growth_ms=observation.adapting_ms - change.adapting_ms)
     if not is_slower:
         return Judgement(state=replace(state, intervals=(ms_per_sample,)))
-    state = replace(state, other=Timing(batch_size=observation.plan.batch_size, ms_per_sample=ms_per_sample))
+    state = replace(state, other_timing=Timing(batch_size=observation.plan.batch_size, ms_per_sample=ms_per_sample))
     return Judgement(state=state, undo=change, reasons=(_reason(observation.plan, change, ms_per_sample),))
 
 
@@ -85,34 +85,38 @@ def size_that_pays(
     """Returns which of `sizes` the batch should grow to; a reason if none of them saves more time than it costs.
 
     `sizes` are those that fit, in ascending order, all above the current one. A step's time is taken as affine in the
-    batch size, through the current size and the one timed before. The choice is the smallest size whose samples per
-    second reach `EFFICIENT_SHARE` of the largest size's. It pays if it saves more time on the samples that are left
-    than the last growth took. If their number is unknown, as many are assumed as have been trained.
+    batch size, through the current size and another one. If the current size is not efficient (`_EFFICIENT_SHARE`), the
+    smallest efficient one is chosen, or the largest that fits. Until a second size is timed, at most twice the current
+    one is chosen, and `_EXPECTED_SHARE` estimates what is saved. The saving is that on the samples left. The cost is
+    that of the last growth; before the first, that of all new plans so far.
 
-    If only one size is timed, at most twice that is tried: `_EXPECTED_SHARE` of what the largest size could save must
-    exceed the cost of all new plans so far. Where new sizes cost nothing, as on a CPU, the first of `sizes` pays.
+    Where no steps are captured, as on a CPU, new sizes cost nothing: the first of `sizes` is chosen.
     """
-    if not (config.revert_slowdowns and observation.adapting_ms and state.intervals):
+    if not (config.revert_slowdowns and _is_captured(observation)):
         return sizes[0]
+    if not state.intervals:
+        return _hold(ReasonCode.HELD_UNJUDGED, "waits: no step time under this plan yet")
     size, ms_per_sample = observation.plan.batch_size, median(state.intervals)
-    cost_ms = observation.adapting_ms if state.growth_ms is None else state.growth_ms
-    if state.other is None:
-        chosen = max((each for each in sizes if each <= 2 * size), default=sizes[0])
-        saved_share = _EXPECTED_SHARE * (1.0 - size / sizes[-1])
+    timing, largest = state.other_timing, max(config.batch.maximum, sizes[-1])
+    if timing is None or timing.batch_size == size:
+        chosen, expected = max((each for each in sizes if each <= 2 * size), default=sizes[0]), "is expected to"
+        potential = saved_share = _EXPECTED_SHARE * (1.0 - size / largest)
     else:
-        fixed_ms, rate = _affine(Timing(batch_size=size, ms_per_sample=ms_per_sample), state.other)
-        fastest = fixed_ms / sizes[-1] + rate
-        if fastest >= EFFICIENT_SHARE * ms_per_sample:
-            text = f"a larger batch would make steps less than {1 - EFFICIENT_SHARE:.0%} faster a sample"
-            return Reason(code=ReasonCode.HELD_COST, subject="batch", text=text, value=ms_per_sample, threshold=fastest)
-        chosen = next(each for each in sizes if fastest >= EFFICIENT_SHARE * (fixed_ms / each + rate))
-        saved_share = 1.0 - (fixed_ms / chosen + rate) / ms_per_sample
-    num_samples = observation.step * size if observation.samples_left is None else observation.samples_left
-    saved_ms = saved_share * num_samples * ms_per_sample
+        fixed_ms = _fixed_ms(Timing(batch_size=size, ms_per_sample=ms_per_sample), timing)
+        shares = {each: (fixed_ms / size - fixed_ms / each) / ms_per_sample for each in (*sizes, largest)}
+        potential, expected = shares[largest], "would"
+        is_efficient = (each for each in sizes if 1.0 - potential >= _EFFICIENT_SHARE * (1.0 - shares[each]))
+        chosen = next(is_efficient, sizes[-1])
+        saved_share = shares[chosen]
+    if potential <= 1.0 - _EFFICIENT_SHARE:
+        text = f"the largest batch would make steps only {potential:.1%} faster a sample"
+        return _hold(ReasonCode.HELD_COST, text, potential, 1.0 - _EFFICIENT_SHARE)
+    saved_ms = saved_share * observation.samples_left * ms_per_sample
+    cost_ms = observation.adapting_ms if state.growth_ms is None else state.growth_ms
     if saved_ms > cost_ms:
         return chosen
-    text = f"a batch of {chosen} would save {saved_ms / 1e3:.2g} s, and cost {cost_ms / 1e3:.2g} s"
-    return Reason(code=ReasonCode.HELD_COST, subject="batch", text=text, value=saved_ms, threshold=cost_ms)
+    text = f"a batch of {chosen} {expected} save {saved_ms / 1e3:.2g} s, and a new size costs {cost_ms / 1e3:.2g} s"
+    return _hold(ReasonCode.HELD_COST, text, saved_ms, cost_ms)
 
 
 def bar_undone(
@@ -140,11 +144,15 @@ def watch(state: ThroughputState, observation: Observation, new: Plan) -> Throug
     if new.steps_as(old):
         return state
     before = median(state.intervals) if state.intervals else None
-    other = state.other if before is None else Timing(batch_size=old.batch_size, ms_per_sample=before)
-    is_comparable = new.precision == old.precision and new.num_micro_batches == old.num_micro_batches
-    if not is_comparable or (other is not None and other.batch_size == new.batch_size):
-        other = None
-    state = replace(_without_change(state), other=other)
+    timings = [state.other_timing]
+    if before is not None:
+        timings.append(Timing(batch_size=old.batch_size, ms_per_sample=before))
+    usable = [each for each in timings if each is not None and each.batch_size != new.batch_size]
+    if new.precision != old.precision or new.num_micro_batches != old.num_micro_batches:
+        usable = []
+    # The farthest: noise counts least.
+    other = max(usable, key=lambda timing: abs(timing.batch_size - new.batch_size), default=None)
+    state = replace(_without_change(state), other_timing=other)
     lowered = {name: level for name, level in old.precision.items() if new.precision[name].rank < level.rank}
     grown = new.batch_size > old.batch_size
     promoted = any(new.precision[name].rank > level.rank for name, level in old.precision.items())
@@ -163,11 +171,20 @@ def _without_change(state: ThroughputState) -> ThroughputState:
     return replace(state, intervals=(), change=None)
 
 
-def _affine(one: Timing, other: Timing) -> tuple[float, float]:
-    """Returns the milliseconds of a step that do not depend on its number of samples, and those of each sample."""
+def _fixed_ms(one: Timing, other: Timing) -> float:
+    """Returns the part of a step's milliseconds that does not depend on its number of samples."""
     ms, other_ms = (timing.batch_size * timing.ms_per_sample for timing in (one, other))
-    rate = (ms - other_ms) / (one.batch_size - other.batch_size)
-    return ms - rate * one.batch_size, rate
+    rate = max((ms - other_ms) / (one.batch_size - other.batch_size), 0.0)  # no step is shorter for more samples
+    return ms - rate * one.batch_size
+
+
+def _is_captured(observation: Observation) -> bool:
+    """Returns whether steps are captured, so that new plans cost time and step times vary little."""
+    return observation.adapting_ms > 0
+
+
+def _hold(code: ReasonCode, text: str, value: float | None = None, threshold: float | None = None) -> Reason:
+    return Reason(code=code, subject="batch", text=text, value=value, threshold=threshold)
 
 
 def _is_in_force(change: Change, plan: Plan) -> bool:

@@ -60,7 +60,7 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
             batch_state,
             enlarged=enlarged,
             is_unjudged=judged.is_open,
-            paying=partial(size_that_pays, config, observation, judged.state),
+            choose_size=partial(size_that_pays, config, observation, judged.state),
         )
     )
     plan = Plan(

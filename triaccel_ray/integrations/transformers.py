@@ -98,7 +98,7 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        epochs = total * config.batch.start / len(source)
+        epochs = total / -(-len(source) // config.batch.start)
         options = {"config": config, "schedule": self.lr_scheduler, "epochs": epochs, "seed": seed, **self._options}
         return ControlLoop(self.model, self.optimizer, loss_of(self), source, **options)
 

@@ -11,7 +11,7 @@ import torch
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.records.durable import whole_file
 
-FORMAT = 3
+FORMAT = 4
 
 
 class CheckpointError(ValueError):

@@ -53,8 +53,8 @@ class MemorySignal:
     def share(self, *, counts_idle: bool = False) -> float:
         """Returns MemUsage / MemMax, both counted above the memory of the idle process, or from zero.
 
-        Above it, thresholds apply to the memory of batches. The CUDA context and the Python runtime do not shift them;
-        the paper's allocator figures exclude both, too. The limit itself includes them.
+        By default both count above the idle process, so that thresholds apply to the memory of batches. The CUDA
+        context and the Python runtime do not shift them; the paper's allocator figures exclude both, too.
         """
         idle = 0 if counts_idle else self.idle_bytes
         return max(self.window_peak_bytes - idle, 0) / max(self.attainable_bytes - idle, 1)
@@ -96,8 +96,8 @@ class Observation:
     """Of these, skipped since the last step that was not."""
     adapting_ms: float = 0.0
     """Milliseconds spent on new plans since the run began: first steps, compilation, captures."""
-    samples_left: int | None = None
-    """Samples that the run has yet to train; None if unknown."""
+    samples_left: int = 0
+    """Samples until the end of the run; as many as it has trained if its length is unknown."""
     noise: NoiseSignal | None = None
     """None when not measured since the last tick."""
     faults: tuple[Fault, ...] = ()

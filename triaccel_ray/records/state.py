@@ -92,8 +92,8 @@ class ThroughputState:
     """Step times per sample in milliseconds: medians of the last intervals under the current plan."""
     change: Change | None = None
     """The change that is not judged yet, if any."""
-    other: Timing | None = None
-    """The last other batch size timed with the current precisions and number of micro-batches."""
+    other_timing: Timing | None = None
+    """Another batch size, timed with the current precisions and number of micro-batches."""
     growth_ms: float | None = None
     """Milliseconds that the last larger batch cost, in first steps, compilation and captures; None before the first."""
 

@@ -3,14 +3,15 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
+from triaccel_ray.baseline import Baseline
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.service.runs.methods import METHODS
+from triaccel_ray.service.runs.methods import BASELINES, METHODS
 from triaccel_ray.service.runs.spec import RunSpec, run_spec
 from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.task import Purpose
@@ -39,6 +40,10 @@ PARTS = {
 """Method -> the precision of every layer, None where it adapts; whether curvature is measured, and the batch adapts."""
 
 
+def test_the_baselines_are_those_of_the_engine() -> None:
+    assert get_args(Baseline) == BASELINES
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_has_its_parts_alone(method: str) -> None:
     precision, curvature, batch = PARTS[method]
@@ -62,7 +67,7 @@ def test_a_method_has_its_parts_alone(method: str) -> None:
     assert control.batch.lr_rule == ("linear" if batch and method != "paper" else "none")
     assert control.precision.initial is (Precision.FP32 if precision is Precision.FP32 else Precision.FP16)
     # baselines hold what any other program would
-    assert control.execution.data_on == ("device" if method in ("fp32", "amp", "amp-best") else "host")
+    assert control.execution.data_on == ("device" if method in BASELINES else "host")
 
 
 @pytest.mark.parametrize(

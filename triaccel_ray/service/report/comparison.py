@@ -275,9 +275,10 @@ def _headings(results: Iterable[MethodResults], goal: Goal) -> dict[str, str]:
 def _settings(spec: RunSpec) -> list[str]:
     control, recipe = spec.method_control, spec.recipe
     precision, batch = control.precision.initial.value, f"{control.batch.start}"
-    if spec.method in ("amp", "amp-best"):
-        is_bf16 = recipe.amp == "bf16" or spec.device == "cpu" or spec.method == "amp-best"
-        precision = "autocast bf16" if is_bf16 else "autocast"
+    if spec.method == "amp":
+        precision = "autocast bf16" if recipe.amp == "bf16" or spec.device == "cpu" else "autocast"
+    elif spec.method == "amp-best":
+        precision = "autocast, compiled"
     elif control.precision.enabled:
         precision = f"per layer, from {precision}"
     if control.batch.enabled:

@@ -31,19 +31,21 @@ AMBER: Final = "#F2C45A"
 ORANGE: Final = "#D98200"
 RED: Final = "#C8442B"
 GREEN: Final = "#00876C"
+PURPLE: Final = "#9A4D8E"
+BROWN: Final = "#7A5230"
 """After Okabe and Ito (2008); navy, sky and amber also differ in lightness."""
 
 METHOD_STYLES: Final[Mapping[str, tuple[str, str]]] = {
     "fp32": ("s", RED),
     "amp": ("D", ORANGE),
-    "amp-best": ("X", GREEN),
+    "amp-best": ("X", BROWN),
     "engine-amp": ("^", AMBER),
     "fixed": ("P", GRAY),
     "dynamic-batch": ("v", SKY),
     "dynamic-precision": ("<", BLUE),
     "dynamic-both": ("*", GREEN),
     "triaccel": ("o", NAVY),
-    "paper": ("h", BLUE),
+    "paper": ("h", PURPLE),
 }
 """Method -> marker and color, the same in every figure."""
 

@@ -9,6 +9,8 @@ FIXED: Final = "fixed"
 """Name of the method with fixed settings, and of a comparison's row for the best of these."""
 PROBE: Final = "probe"
 """Name of the method that only searches use."""
+BASELINES: Final = ("fp32", "amp", "amp-best")
+"""Methods without this product's engine."""
 METHODS: Mapping[str, str] = {
     "fp32": "FP32, as a tutorial writes it",
     "amp": "automatic mixed precision, as a tutorial writes it",
@@ -18,7 +20,7 @@ METHODS: Mapping[str, str] = {
     "dynamic-precision": "precision per layer alone",
     "dynamic-both": "precision per layer and elastic batch size, without curvature",
     "triaccel": "the full control loop",
-    "paper": "the control loop by the printed rules alone: nothing is smoothed, delayed or undone",
+    "paper": "the control loop by the paper's printed rules: no smoothing, no dwell time, nothing undone",
     "fixed": "one precision and batch size on this product's engine, nothing adapted",
     "probe": "one low precision, statistics and curvature recorded, batch size and precision kept",
 }

@@ -12,7 +12,7 @@ from triaccel_ray.config import ControlConfig, LrRule, check_fields, knob, requi
 from triaccel_ray.decide.paper import paper_rules
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.service.runs.methods import METHODS
+from triaccel_ray.service.runs.methods import BASELINES, METHODS
 from triaccel_ray.trainables.registry import load_task
 from triaccel_ray.trainables.task import Purpose, Recipe, Task
 
@@ -96,7 +96,7 @@ class RunSpec:
     @property
     def is_baseline(self) -> bool:
         """Whether the run is FP32 or AMP without this engine."""
-        return self.method in ("fp32", "amp", "amp-best")
+        return self.method in BASELINES
 
     @property
     def method_control(self) -> ControlConfig:

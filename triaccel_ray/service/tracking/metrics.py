@@ -14,6 +14,7 @@ from triaccel_ray.measure.score import BYTES_PER_GB
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import End, Epoch, Start, Tick
 from triaccel_ray.records.plan import Precision
+from triaccel_ray.service.runs.methods import BASELINES
 
 RESULT = "final/"
 """Prefix of the metrics that hold a run's final results."""
@@ -53,7 +54,7 @@ def params_of(start: Start) -> dict[str, str]:
     """
     method = start.info.get("method")
     settings: dict[str, Any] = {name: start.info[name] for name in NAMED if name in start.info}
-    if method in ("fp32", "amp", "amp-best"):
+    if method in BASELINES:
         settings["batch.start"] = start.control.batch.start
     elif method is not None:
         settings |= _settings_in_effect(encode(start.control))
