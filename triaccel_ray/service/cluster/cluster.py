@@ -216,7 +216,7 @@ def require_gpu_to_share(address: str | None, spec: RunSpec) -> None:
     else:
         with cluster(address):
             has_gpu, where = gpus_available(), "the cluster"
-    rule = f"{where} has no GPU to share; leave it out: on CPUs as many trials run at once as there are CPUs"
+    rule = f"{where} has no GPU to share; leave it out: a machine without a GPU trains one trial at a time"
     require(has_gpu, "trials-per-gpu", spec.trials_per_gpu, rule)
 
 
