@@ -14,7 +14,7 @@ HEAD = """# Options
 other defaults. `--config FILE.toml` reads the same names, with `-` or `_`; there `on` and `off` may be `true` and
 `false`. A finished `triaccel run` leaves such a file, `config.toml`. `triaccel COMMAND --help-all` shows the rest.
 
-A command exits with 0 on success, 1 if a run failed or a search found no feasible trial, 2 on bad input, 130 if stopped.
+Exit status: 0 on success, 1 if a run failed or a search found no feasible trial, 2 on bad input, 130 if stopped.
 """
 TITLES = {
     RunOptions: "`triaccel run`",
