@@ -1,8 +1,9 @@
 """Optimizer state in 8 bits: a code per number and a scale per group of numbers.
 
 Blocks of `BLOCK` numbers follow one another: their codes, a byte each, then an fp32 scale for each `GROUP`. The last
-block is padded. A group's scale s is its largest magnitude. Codes are companded, so that small numbers beside large
-ones keep digits (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"; the functions are our own):
+block is padded. A group's scale s is its largest magnitude. Codes are nonlinear, finer near zero, so that small numbers
+beside large ones keep digits (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"; the functions are
+our own):
 
     signed       c = round(127 sign(x) sqrt(|x| / s)), an int8     x = s (c / 127) |c / 127|
     unsigned     c = floor(255 (x / s)^(1/4) + u), at least 1 if x > 0, a uint8     x = s (c / 255)^4

@@ -69,8 +69,9 @@ def test_a_command_that_is_told_can_be_typed(command: str, capsys: pytest.Captur
 
 def test_a_command_that_is_none_is_noticed() -> None:
     assert not is_understood(["run", "digits", "--colour", "red"])
-    assert not is_understood(["sing"])
     assert not is_understood(["submit", "--", "run", "digits", "--colour", "red"])
+    with pytest.raises(ValueError, match="no such command"):
+        is_understood(["sing"])
 
 
 def test_the_page_of_options_is_what_the_fields_say() -> None:

@@ -76,6 +76,9 @@ def test_a_suspended_loop_leaves_the_model_to_compute_in_fp32() -> None:
     assert model.training
     assert loop.epoch_loss[1] == 8
     loop.close()
+    with pytest.raises(RuntimeError, match=r"the loop is closed .*; to train on, build another loop"):
+        loop.train_epoch()
+    assert loop.evaluate(blobs(8)).num_samples == 8
 
 
 def test_a_late_decision_holds_three_steps_later_and_is_recorded_five_after_that() -> None:
@@ -223,7 +226,7 @@ def test_a_step_on_a_gpu_does_not_wait_for_the_device() -> None:
     loop.close()
 
 
-@pytest.mark.parametrize("factor", [float("nan"), float("inf"), -0.1])
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), -0.1, None, torch.ones(2)])
 def test_a_schedule_that_gives_no_rate_is_refused_before_the_step(factor: Any) -> None:
     loop, _ = loop_of(mlp(), blobs(64), schedule=lambda epoch: 1.0 if epoch == 0.0 else factor)
     loop.step()

@@ -227,7 +227,7 @@ class BatchConfig(_Checked):
     average's weight: four measurements at smoothing 0.8."""
     noise_share: float = knob(1.0, "(0, inf)")
     """Largest batch size B, as a multiple of the noise scale B_noise. Training at batch size B takes 1 + B / B_noise
-    times the samples that the smallest batch takes for the same progress (ibid., section 2)."""
+    times the samples that the smallest batch takes for the same progress (McCandlish et al., section 2)."""
     noise_smoothing: float = knob(0.8, "[0, 1)")
     """Weight of the past in the moving average of |g|^2 / tr(Cov), in [0, 1). Single estimates are noisy: from 32
     samples, one of |g|^2 in four was negative (ResNet-18 on CIFAR-10, 62 measurements of two runs)."""
@@ -329,8 +329,8 @@ class ControlConfig(_Checked):
     """How weights of layers in BF16 are stored. `split`: as the BF16 number used to compute and the 16 bits that
     complete the exact FP32 number; their gradients are BF16, half as large. For SGD, Adam and AdamW."""
     optimizer_state: OptimizerState = "fp32"
-    """How the momentum of SGD and the moments of Adam and AdamW are stored. `8bit`: as companded 8-bit codes with one
-    scale per 64 of them, in a quarter of the memory; not exact. Only for parameters of at least 4096 elements."""
+    """How the momentum of SGD and the moments of Adam and AdamW are stored. `8bit`: as 8-bit codes, finer near zero
+    and with a scale per 64, in a quarter of the memory; not exact. Only for parameters of at least 4096 elements."""
     step_in_backward: bool = False
     """Whether SGD, Adam or AdamW updates parameters as soon as their gradients exist, and then frees the gradients.
     These are clipped by the norm of the previous step; parameters updated before a NaN appears keep their update."""

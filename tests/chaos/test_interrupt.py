@@ -1,4 +1,4 @@
-"""Ctrl-C, as a terminal sends it: to the whole process group of a search; and SIGTERM, to the command alone."""
+"""Ctrl-C, as a terminal sends it: to the process group of a search; SIGTERM, to the command alone or the group."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import sys
 import termios
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -84,10 +85,10 @@ class Terminal:
         wait_until(lambda: condition() or self.process.poll() is not None, say=lambda: self.shown)
         assert self.process.poll() is None, self.shown
 
-    def send(self, number: signal.Signals) -> int:
+    def send(self, number: signal.Signals, *, to_group: bool = False) -> int:
         """Sends a signal, Ctrl-C to the group, waits for the end of every process, and returns the exit status."""
         processes = psutil.Process(self.process.pid).children(recursive=True)
-        (os.killpg if number is signal.SIGINT else os.kill)(self.process.pid, number)
+        (os.killpg if to_group or number is signal.SIGINT else os.kill)(self.process.pid, number)
         status = self.process.wait(DEADLINE_S)
         _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
         assert alive == []
@@ -136,11 +137,12 @@ def test_ctrl_c_and_sigterm_end_everything_and_say_how_to_go_on(
     assert statuses["hunt"] == "KILLED"
     assert set(statuses.values()) <= {"KILLED", "FINISHED"}
 
-    second = terminal(tmp_path, *shlex.split(way_on)[1:])
-    second.wait_until(lambda: begun("trials/*") and "of 3 done" in second.shown)
-    assert second.send(signal.SIGTERM) == 130
-    assert way_on in second.shown
-    assert "The best trial" not in second.shown
+    for to_group in (False, True):
+        resumed = terminal(tmp_path, *shlex.split(way_on)[1:])
+        resumed.wait_until(partial(lambda each: "running" in each.shown.partition(": 3 trials")[2], resumed))
+        assert resumed.send(signal.SIGTERM, to_group=to_group) == 130
+        assert way_on in resumed.shown
+        assert "The best trial" not in resumed.shown
     record = read_search(folder)
     assert {run.status for run in record.baselines.values()} == {"finished"}
     assert {run.status for run in record.trials} <= {"stopped", "finished"}

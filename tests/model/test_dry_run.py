@@ -76,6 +76,7 @@ BAD: tuple[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]], ...] = 
         UserCodeError,
         ("the loss raised IndexError: Target 12 is out of bounds", "outputs float32 (2, 4), targets int64 (2,)"),
     ),
+    ("one argument", {"loss": lambda outputs: outputs}, UserCodeError, ("the loss raised TypeError: ", "takes 1")),
     ("no data", {"data": None}, TypeError, ("NoneType cannot be indexed",)),
     (
         "arrays",
@@ -94,6 +95,8 @@ BAD: tuple[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]], ...] = 
         ("inputs are a list", "torch.as_tensor(inputs)"),
     ),
     ("a single number", {"data": (torch.ones(4, 8), torch.tensor(3))}, ValueError, ("targets are a single number",)),
+    ("budget as text", {"memory_budget": "2GiB"}, TypeError, ("memory_budget = '2GiB': ", "bytes, such as 2 * 2**30")),
+    ("no headroom", {"memory_headroom": False}, TypeError, ("memory_headroom = False: must be an integer number",)),
     (
         "control as a dict",
         {"config": {"every_steps": 4}},

@@ -122,6 +122,7 @@ def test_what_is_neither_a_value_a_sample_nor_a_weighted_sum_is_refused(found: A
         ({"top1": 1.0}, TypeError, "metrics['top1'] is a float: must be a Metric, or a function"),
         ({"loss": top1}, ValueError, "name of a metric = 'loss': must be an identifier, and none of"),
         ({"top 1": top1}, ValueError, "name of a metric = 'top 1': must be an identifier"),
+        ({"own": lambda outputs: outputs}, UserCodeError, "metrics['own'] raised TypeError: "),
         ({"own": lambda outputs, targets: outputs["logits"]}, UserCodeError, "metrics['own'] raised IndexError"),
     ],
 )

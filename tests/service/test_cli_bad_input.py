@@ -35,6 +35,7 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("replay run1 --rho-low 2", "rho_low = 2.0: must lie in"),
     ("replay run1 --reasons -1", "reasons = -1: must be"),
     ("search digits --tau-low 1e-6", "--tau-low"),
+    ("run digits --method amp --initial-layers x=fp16", "['x=fp16']: --method amp computes all layers alike"),
     ("run digits --epochs 0", "epochs = 0: must be an integer in [1, 1000000]"),
     ("run digits --keep best --final", "leave out --final, or --keep best"),
     ("run digits --register a/b", "register = 'a/b': must name a model"),
@@ -66,6 +67,7 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     *((f"{each} nobody", "name = 'nobody': there is no folder") for each in ("report", "replay", "resume")),
     ("resume ../nobody", "there is no folder"),
     ("report badlgo", "badlgo, did you mean badlog? names are the folders in"),
+    ("report own", "own, did you mean ./own? names are the folders in"),
     ("report ..", "name = '..': must begin with a letter or digit"),
     *((f"{each} badlog", "badlog/events.jsonl, line 1") for each in ("report", "replay", "resume")),
     ("resume badspec", "badspec/spec.json cannot be read"),
@@ -90,7 +92,7 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("run digits --amp None", "Expected one of ('fp16', 'bf16')"),
     ("run digits --memory-budget -1GiB", "-1GiB"),
     ("run digits --colour red", "--colour"),
-    ("sing", "sing"),
+    ("serach digits", "command = 'serach': no such command, did you mean search? the commands are run, search, "),
 )
 
 
@@ -103,6 +105,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("run1", "badlog", "badspec"):
         (folder / name / SPEC).write_text(json.dumps(encode(RUN_SPEC)))
         SimulatedRun(folder / name).complete(epochs=1)
+    SimulatedRun(folder.parent / "own").complete(epochs=1)
     (folder / "badlog" / "events.jsonl").write_text("this is not an event\n")
     (folder / "badspec" / SPEC).write_text("{")
     (folder / "badsearch" / "search.json").write_text('{"base": 3}')
@@ -137,9 +140,8 @@ def test_bad_input_is_named_and_nothing_is_touched(
 ) -> None:
     places = {"storage": storage, "module": module}
     words = ["" if word == "''" else word.format(**places) for word in command.split()]
-    if words[0] != "sing":
-        words += [] if "--storage-path" in words else ["--storage-path", str(storage)]
-        words += [] if "--tracking-uri" in words else ["--tracking-uri", sqlite_tracker.uri]
+    words += [] if "--storage-path" in words else ["--storage-path", str(storage)]
+    words += [] if "--tracking-uri" in words else ["--tracking-uri", sqlite_tracker.uri]
     before = snapshot(storage.parent)
     with pytest.raises(SystemExit) as ended:
         main(words)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from triaccel_ray.service.signals import deferring_interrupt
+from triaccel_ray.service.signals import as_interrupt, deferring_interrupt
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +44,13 @@ def test_ctrl_c_at_any_other_time_does_not_wait_and_ignored_it_stays_so() -> Non
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with deferring_interrupt():
         signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_asks_the_handler_of_ctrl_c_unless_it_must_act_at_once() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    with as_interrupt(signal.SIGTERM):
+        signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), as_interrupt(signal.SIGTERM, at_once=lambda: True):
+        signal.raise_signal(signal.SIGTERM)
+    assert heard == [signal.SIGINT]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import warnings
@@ -63,7 +64,9 @@ class SampleSchedule:
         """
         if self._function is None:
             return 1.0
-        factor = float(self._function(epoch))
+        factor = self._function(epoch)
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # else it is refused below
+            factor = float(factor)  # also of a tensor or array with one element
         check_field(f"schedule({epoch:.4g})", factor, float, "[0, inf)")
         return factor
 

@@ -28,6 +28,7 @@ class Sampler:
         self._seed, self._num_epochs = seed, epochs
         self.epoch = 0
         self._cursor = 0
+        self._is_closed = False
         self._is_stream = isinstance(source, IterableSource)
         self._num_taken = 0
         """Samples taken in all epochs; used for streams."""
@@ -77,7 +78,12 @@ class Sampler:
         For a resident source they are on the device, as views of the epoch's order; else on the CPU. Batch
         normalization cannot train on one sample. If one would be left over, the last two batches share their samples
         evenly, and 3 samples taken by 2 form one batch. After the last sample the next epoch begins.
+
+        Raises:
+            RuntimeError: the sampler, and so its loop, is closed.
         """
+        if self._is_closed:
+            raise RuntimeError("the loop is closed and makes no more steps; to train on, build another loop")
         if self._source_epoch != self.epoch:
             self.source.set_epoch(self.epoch)
             self._source_epoch = self.epoch
@@ -107,7 +113,8 @@ class Sampler:
         return indices.pin_memory().to(self._device, non_blocking=True)
 
     def close(self) -> None:
-        """Stops the source's prefetching."""
+        """Stops the source's prefetching; no more samples can be taken."""
+        self._is_closed = True
         self.source.close()
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import gc
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
+from types import NoneType
 from typing import ClassVar
 
 import psutil
@@ -36,8 +37,12 @@ class MemoryMeter(ABC):
         """Sets the budget, the whole device if None; `require_room` turns a headroom into a budget within this one.
 
         Raises:
+            TypeError: one of them is no integer.
             ValueError: the budget is not positive, or larger than the device.
         """
+        for name, value in {"memory_budget": budget_bytes, "memory_headroom": headroom_bytes}.items():
+            if type(value) not in (int, NoneType):  # a bool is an `int`, too
+                raise TypeError(f"{name} = {value!r}: must be an integer number of bytes, such as 2 * 2**30")
         total, _ = self._total_and_free_bytes()
         if budget_bytes is not None and not 0 < budget_bytes <= total:
             raise ValueError(

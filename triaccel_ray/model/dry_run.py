@@ -32,7 +32,7 @@ class UserCodeError(ValueError):
 def attributing_errors(what: str, about: Callable[[], str] = str) -> Iterator[None]:
     """Returns a context that attributes exceptions to `what`, user code; `about` describes its arguments.
 
-    Errors raised by this package itself, missing files and out-of-memory errors pass through unchanged.
+    Missing files, out-of-memory errors and errors raised by this package's own functions pass through unchanged.
 
     Raises:
         UserCodeError: in place of any other exception, including SystemExit unless Ray raised it.
@@ -40,7 +40,8 @@ def attributing_errors(what: str, about: Callable[[], str] = str) -> Iterator[No
     try:
         yield
     except (Exception, SystemExit) as error:
-        is_own = _raised_in(error) == OWN_PACKAGE
+        is_a_call = len(list(traceback.walk_tb(error.__traceback__))) == 2  # of the block: its arguments do not fit
+        is_own = _raised_in(error) == OWN_PACKAGE and not is_a_call
         if is_own or isinstance(error, FileNotFoundError) or is_out_of_memory(error) or _ends_the_process(error):
             raise
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300].rstrip(": ")

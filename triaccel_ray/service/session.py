@@ -194,7 +194,9 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
         pull_all(place)
         if not os.path.isdir(place.folder):
             close = difflib.get_close_matches(place.base_name, _results_in(place.parent.folder), n=1)
-            meant = f", did you mean {(place.parent / close[0]).name}?" if close else ";"
+            is_here = name in _results_in(Path())  # in the current folder, which only a path names
+            nearest = f".{os.sep}{name}" if is_here else close and (place.parent / close[0]).name
+            meant = f", did you mean {nearest}?" if nearest else ";"
             raise LogError(f"name = {name!r}: there is no folder {place}{meant} names are the folders in {storage}")
         if not os.listdir(place.folder):
             raise LogError(

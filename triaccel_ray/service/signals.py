@@ -14,14 +14,22 @@ _Handler = Callable[[int, FrameType | None], object]
 
 
 @contextlib.contextmanager
-def as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
+def as_interrupt(*numbers: signal.Signals, at_once: Callable[[], bool] = bool) -> Iterator[None]:
     """Makes these signals act as Ctrl-C inside the block; a signal that is ignored (nohup) stays ignored.
 
+    If `at_once()` is true on arrival, KeyboardInterrupt is raised even if Ctrl-C has another handler, as in Ray Tune.
     Has no effect outside the main thread, the only one that handles signals.
     """
     is_main = threading.current_thread() is threading.main_thread()
     handled = [number for number in numbers if is_main and signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, _interrupt) for number in handled}
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        handler = signal.getsignal(signal.SIGINT)  # Ray Tune's, while it runs trials
+        if not callable(handler) or at_once():  # not callable: SIG_IGN, which shells set for background processes
+            raise KeyboardInterrupt
+        handler(signal.SIGINT, frame)
+
+    before = {number: signal.signal(number, interrupt) for number in handled}
     try:
         yield
     finally:
@@ -81,10 +89,3 @@ def _on_ctrl_c(handler: _Handler) -> Iterator[None]:
 def _leave(number: int, frame: FrameType | None) -> None:
     os.write(2, b"stopped; nothing had begun\n")
     os._exit(130)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    handler = signal.getsignal(signal.SIGINT)  # Ray Tune's, while it runs trials
-    if not callable(handler):  # such as SIG_IGN, which shells set for background processes
-        raise KeyboardInterrupt
-    handler(signal.SIGINT, frame)

@@ -263,7 +263,7 @@ def test_differences_to_amp_are_paired_tested_and_corrected() -> None:
         ((99.16, 99.16), (99.16 - 2e-14, 99.16), ["0", "0"]),  # but for rounding
         ((99.16, 99.16), (99.16, 99.159), ["-0.0005", "0"]),
         ((90.0, 91.0, 92.0), (91.0, 92.0, 93.0), ["+1", "+1.1", "+1 to +1", "no spread", "no spread"]),
-        ((90.0,), (), ["", ""]),
+        ((90.0,), (99.0,), ["+9", "+10.0"]),
     ],
 )
 def test_differences_that_are_nothing_or_cannot_be_tested(
@@ -271,6 +271,7 @@ def test_differences_that_are_nothing_or_cannot_be_tested(
 ) -> None:
     grid = to_amp(results("amp", *amp), results("fp32", *fp32))
     assert list(grid.rows[0][2:]) == cells
+    assert not to_amp(results("amp", *amp), results("fp32")).rows  # of an interrupted comparison
     too_few = f"too few seeds for a test: {len(fp32)}, where 3 are needed"
     assert (too_few in grid.note) == (len(grid.header) == 4) == (len(fp32) < 3)
 

@@ -203,5 +203,6 @@ def test_results_have_four_digits() -> None:
     grid = result_grid({**results, "score": 1234.5, "idle_gb": 0.4}, Goal())
     assert list(grid.rows[0]) == ["98.77", "0.1235", "1", "0.5", "1234"]
     assert len(grid.header) == 5
+    assert "on a CPU in processor time" in grid.note
     grid = result_grid({**results, "one_view_accuracy": 98.1}, Goal())
     assert (grid.header[-1], grid.rows[0][-1]) == ("by one view %", "98.1")

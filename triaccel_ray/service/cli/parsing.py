@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,7 @@ def parse(arguments: Sequence[str] | None) -> Command:
 
     Raises:
         SystemExit: they are invalid, or ask for help; the message has been printed, without passwords.
-        ValueError: the file given as --config breaks a rule.
+        ValueError: there is no such command, or the file given as --config breaks a rule.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     own_words = words[: words.index("--")] if "--" in words else words  # words after -- belong to another command
@@ -47,6 +48,11 @@ def parse(arguments: Sequence[str] | None) -> Command:
             sys.stdout.write(f"triaccel {number}\n")
             sys.exit(0)
         command = [word for word in own_words[:1] if not word.startswith("-")]
+        known = [kind.__name__.lower() for kind in get_args(Command)]
+        for name in command:
+            close = difflib.get_close_matches(name, known, n=1)
+            meant = f", did you mean {close[0]}?" if close else ";"
+            require(name in known, "command", name, f"no such command{meant} the commands are {', '.join(known)}")
         if "--help-all" in own_words:
             _parse(Command, [*command, "--help"])
         if "--help" in own_words or "-h" in own_words:

@@ -49,7 +49,14 @@ def run_of(command: Run) -> RunSpec:
         base = replace(read_spec(find_run(command.source.from_, command.where)), trials_per_gpu=1, register=None)
     is_final = command.final or base.purpose is Purpose.FINAL
     options.setdefault(("keep",), "last" if is_final else base.keep or "last")
-    return with_options(base, {**options, ("purpose",): Purpose.FINAL if is_final else base.purpose})
+    spec = with_options(base, {**options, ("purpose",): Purpose.FINAL if is_final else base.purpose})
+    setting = RUN_SETTINGS["initial_layers"]
+    given_layers = options.get(setting.path)
+    if given_layers and command.source.config is None:  # a file's are those of its run, whatever its method
+        is_used = spec.method_control.precision.initial_layers == given_layers
+        rule = f"--method {spec.method} computes all layers alike; leave it out, or give --method triaccel"
+        require(is_used, f"--{setting.option}", setting.shown(given_layers), rule)
+    return spec
 
 
 def search_of(command: Search) -> SearchSpec:

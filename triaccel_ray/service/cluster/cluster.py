@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -19,7 +20,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 
 from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
-from triaccel_ray.service.cluster.head_watch import watching
+from triaccel_ray.service.cluster.head_watch import stops_answering, watching
 from triaccel_ray.service.console import err
 from triaccel_ray.service.credentials import without_credentials, without_passwords
 from triaccel_ray.service.runs.environment import COMMIT_VARIABLE, commit_of
@@ -55,8 +56,11 @@ def cluster(address: str | None, *, num_cpus: int | None = None, final_hint: str
             except BaseException:
                 ray.shutdown()  # after Ctrl-C, say: Ray's threads would miss the token and report it
                 raise
+        gcs_address = ray.get_runtime_context().gcs_address
+        # If SIGTERM goes to the process group, a Ray started here ends, too, and Tune's handler would wait for it.
+        at_once = partial(stops_answering, gcs_address) if is_own and address is None else bool
         # Ray's own SIGTERM handler ends the process with a stack trace, before runs have ended their logs.
-        with as_interrupt(signal.SIGTERM), watching(ray.get_runtime_context().gcs_address, final_hint):
+        with as_interrupt(signal.SIGTERM, at_once=at_once), watching(gcs_address, final_hint):
             try:
                 yield
             finally:
@@ -130,13 +134,19 @@ def joined_address(given: str | None) -> str | None:
 def _local_ray_settings() -> Iterator[None]:
     """Makes a Ray that starts inside the block listen on loopback alone, and gives its workers normal priority.
 
+    It records no task events: nothing reads them, and its end would wait 5 s for them if its head is gone.
+
     By default its ports on Linux are open to the whole network. `_node_ip_address="127.0.0.1"` does not help: Ray
     replaces it with the machine's own address. By default workers have a niceness of 15, and any other process on the
     machine would lengthen the steps by which trials are judged.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
-    variables = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", ray_constants.RAY_WORKER_NICENESS: "0"}
+    variables = {
+        ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
+        ray_constants.RAY_WORKER_NICENESS: "0",
+        "RAY_task_events_report_interval_ms": "0",
+    }
     try:
         with environment_variables(variables), deferring_interrupt():
             yield
@@ -206,7 +216,7 @@ def require_gpu_to_share(address: str | None, spec: RunSpec) -> None:
     else:
         with cluster(address):
             has_gpu, where = gpus_available(), "the cluster"
-    rule = f"{where} has no GPU to share; leave it out: on CPUs as many trials run at once as there are CPUs"
+    rule = f"{where} has no GPU to share; leave it out: a machine without a GPU trains one trial at a time"
     require(has_gpu, "trials-per-gpu", spec.trials_per_gpu, rule)
 
 

@@ -19,6 +19,8 @@ LOST_AFTER_S = 30.0
 """Silence after which the head counts as lost: half of Ray's limit, which leaves time for records and messages."""
 GRACE_S = 8.0
 """Time until a process is ended that cannot be interrupted, because a call of Ray's waits for the head."""
+STOPS_WITHIN_S = 1.0
+"""Time in which a head stops answering after SIGTERM."""
 _SIGNAL = signal.SIGUSR2
 """Ray Tune has its own handlers for SIGINT and SIGUSR1, which wait for trials."""
 
@@ -54,6 +56,16 @@ def watching(address: str, final_hint: str) -> Iterator[None]:
         done.set()
         thread.join()
         signal.signal(_SIGNAL, before)
+
+
+def stops_answering(address: str) -> bool:
+    """Returns whether the head at `address` does not answer, or stops to within a second."""
+    began_s = time.monotonic()
+    while _answers(address):
+        if time.monotonic() - began_s > STOPS_WITHIN_S:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -193,7 +193,7 @@ def differences_grid(
 ) -> Grid:
     """Returns a table of paired differences, first results minus second, with significance tests for each figure.
 
-    Figures that are zero everywhere, such as the allocator's peak on a CPU, are left out.
+    Figures that are zero everywhere, such as the allocator's peak on a CPU, are left out; so are rows without a pair.
     """
     compared = [results for _, one, other in pairs for results in (one, other)]
     headings = {}
@@ -211,6 +211,8 @@ def differences_grid(
     for index, (row, _, other) in enumerate(pairs):
         for name, heading in headings.items():
             difference = columns[name][index]
+            if not difference.num_pairs:
+                continue
             cells = [row, heading, _signed(difference.mean), _percent(difference.mean, other.mean(name))]
             if is_tested:
                 cells += _test_cells(difference, corrected[name][index])
@@ -301,15 +303,13 @@ def _p_value(p: float) -> str:
 
 
 def _percent(difference: float, reference: float) -> str:
-    if math.isnan(difference) or reference == 0.0:
+    if reference == 0.0:
         return ""
     percent = round(100 * difference / reference, 1)
     return f"{percent:+.1f}" if percent else "0"
 
 
 def _signed(value: float) -> str:
-    if math.isnan(value):
-        return ""
     if value == 0.0:
         return "0"
     return f"{value:+.0f}" if abs(value) >= 1000 else f"{value:+.3g}"

@@ -11,9 +11,14 @@ from triaccel_ray.service.cli.options import RUN_SETTINGS, repeat_command, setti
 from triaccel_ray.service.report.figures import run_figures
 from triaccel_ray.service.report.provenance import TROUBLES, about, run_notes, trouble_lines, troubles
 from triaccel_ray.service.report.report import Section, View, write_page
-from triaccel_ray.service.report.tables import VIEWS_NOTE, Grid, metric_headings, result_headings
+from triaccel_ray.service.report.tables import VIEWS_NOTE, Grid, joined, metric_headings, result_headings
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.runs.record import ONE_VIEW, OWN_CODE, RunRecord
+
+_TIME_NOTE = (
+    "s/epoch: of a final run, the mean of the last five epochs; else the shortest under the last plan, on a CPU in "
+    "processor time"
+)
 
 
 def view_run(run: RunRecord) -> View:
@@ -82,7 +87,7 @@ def result_grid(results: Mapping[str, float], goal: Goal) -> Grid:
     """Returns the table of a run's final results."""
     headings = result_headings(results, goal)
     cells = [f"{results[name]:.4g}" if name in results else "" for name in headings]
-    note = VIEWS_NOTE if f"{ONE_VIEW}{goal.name}" in headings else ""
+    note = joined(_TIME_NOTE, VIEWS_NOTE if f"{ONE_VIEW}{goal.name}" in headings else "")
     return Grid(header=list(headings.values()), rows=[cells], title="result", note=note)
 
 
