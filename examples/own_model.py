@@ -18,7 +18,7 @@ model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
 config = ControlConfig(every_steps=20, batch=BatchConfig(start=64, maximum=128))
 
-loop = ControlLoop(model, optimizer, nn.functional.cross_entropy, train, config=config)
+loop = ControlLoop(model, optimizer, nn.functional.cross_entropy, train, config=config, epochs=10)
 for _ in range(10):
     stats = loop.train_epoch()
     levels = sorted(set(loop.plan.precision.values()))
