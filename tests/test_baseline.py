@@ -114,6 +114,7 @@ def test_it_stops_beyond_its_budget() -> None:
         loop.step()
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # PyTorch's own first graph
 @pytest.mark.gpu
 def test_amp_at_its_best_trains_on_a_gpu_beside_evaluations_and_in_parts() -> None:
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ class ComparisonSpec:
 
     base: RunSpec
     """Settings shared by all runs."""
-    methods: tuple[str, ...] = ("fp32", "amp", "amp-best", "engine-amp", "triaccel")
+    methods: tuple[str, ...] = ("fp32", "amp", "engine-amp", "triaccel")
     """Methods to compare; `triaccel run --help` explains them."""
     num_seeds: int = knob(3, "[1, 1000]", option="seeds")
     """Runs of each method; seeds count from 0."""
