@@ -215,7 +215,7 @@ def test_processes_start_with_the_first_batch_and_end_with_the_source(place: Pla
         _, targets, indices = batch_of(sampler, 20)
         assert torch.equal(targets.cpu(), indices)
         assert len(multiprocessing.active_children()) == 2
-        sampler.close()
+        sampler.source.close()
         assert multiprocessing.active_children() == []
     batch_of(sampler, 20)
     del sampler  # the fixture waits for nothing: they are gone
