@@ -10,6 +10,7 @@ from pathlib import Path
 
 ALL: tuple[tuple[str, ...], ...] = (
     ("any_model", "--prewarm", "--methods", "loop", "graph"),
+    ("elastic",),
     ("grad_stats",),
     ("optimizer_step",),
     ("step_end",),
