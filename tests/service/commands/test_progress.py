@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -48,6 +49,13 @@ def write(folder: Path, *told: Record, keep: int | None = None) -> None:
             log.append(record)
 
 
+def raiser(error: BaseException) -> Any:
+    def raise_() -> None:
+        raise error
+
+    return raise_
+
+
 @pytest.fixture(params=[False])
 def screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> StringIO:
     """Standard error as a file, or as a terminal of 120 columns."""
@@ -75,6 +83,18 @@ def test_a_run_shows_epochs_speed_batch_memory_and_precisions(screen: StringIO, 
     levels = [level.value for level in plan.precision.values()]
     for part in ("1.2/4", str(plan.batch_size), Goal().named(judged), "two", "starting", *levels):
         assert part in screen.getvalue()
+
+
+@on_a_terminal
+def test_ctrl_c_while_it_starts_leaves_no_table_behind(
+    screen: StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress = Progress("training", tmp_path, ["one"])
+    monkeypatch.setattr(progress._thread, "start", raiser(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt), progress:
+        pass
+    assert progress._live is not None
+    assert not progress._live.is_started
 
 
 @on_a_terminal

@@ -132,9 +132,14 @@ class Progress:
         self._read()
         self._has_begun = True
         self._print_line(self._title)
-        if self._live is not None:
-            self._live.start(refresh=True)
-        self._thread.start()
+        try:
+            if self._live is not None:
+                self._live.start(refresh=True)
+            self._thread.start()
+        except BaseException:  # Ctrl-C: `__exit__` is not called
+            if self._live is not None:
+                self._live.stop()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
