@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from io import BytesIO
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.storage.background import Background, retry
 from triaccel_ray.service.storage.mirror import pull_run
-from triaccel_ray.service.storage.store import Store
+from triaccel_ray.service.storage.store import Stamp, Store
 
 
 def test_a_store_that_cannot_be_used_says_so(tmp_path: Path) -> None:
@@ -41,6 +42,16 @@ def test_a_store_that_cannot_be_used_says_so(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=r"there is no .*/store/runs"):
             work()
     assert not (tmp_path / "store").exists()  # what is gone is not made anew: a mount would be hidden by it
+
+
+def test_a_file_in_a_store_has_a_date_that_the_kernel_gives_no_other(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    store, path = Store((tmp_path / "store").as_uri()), tmp_path / "store" / "kept"
+    for _ in range(20):  # its ctime is that of the last write or renaming, by the kernel
+        began_ns = time.time_ns()
+        stamp = store.write("kept", BytesIO(b"same"), 4)
+        assert stamp == store.files("", recursive=False)["kept"] == Stamp.of(path.stat())
+        assert began_ns - 20 * 10**6 < stamp.mtime_ns < path.stat().st_ctime_ns
 
 
 def test_a_store_that_returns_in_time_was_never_away(machines: Machines) -> None:
