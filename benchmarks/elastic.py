@@ -6,7 +6,7 @@
     N        the batch stays at N
 
 Curvature and changes of precision are off. Each run has its own process and includes compilation, from a warm cache.
-Models and samples are those of `any_model`.
+Models, samples and optimizer are those of `any_model`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.jobs import SIZES, Job, job_of
+from benchmarks.any_model import optimizer_of
+from benchmarks.jobs import SIZES, job_of
 from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, PrecisionConfig, use_lean_memory
 from triaccel_ray.records.plan import ReasonCode
 
@@ -37,7 +38,7 @@ def run(name: str, mode: str, num_epochs: int, num_samples: int) -> dict[str, An
     began = time.perf_counter()
     ticks: list[Any] = []
     loop = ControlLoop(
-        job.model, _optimizer(job), job.loss, data, config=_config(job.batch_size, mode), on_tick=ticks.append,
+        job.model, optimizer_of(job), job.loss, data, config=_config(job.batch_size, mode), on_tick=ticks.append,
         epochs=None if mode == "unknown" else num_epochs,
     )  # fmt: skip
     seconds = [loop.train_epoch().seconds for _ in range(num_epochs)]
@@ -67,10 +68,6 @@ def _config(start: int, mode: str) -> ControlConfig:
     )
 
 
-def _optimizer(job: Job) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(job.model.parameters(), lr=3e-4, weight_decay=0.01, fused=True)
-
-
 def _repeated(samples: Tensor, number: int) -> Tensor:
     times = -(-number // len(samples))
     return samples.repeat(times, *[1] * (samples.dim() - 1))[:number]
@@ -91,9 +88,8 @@ def main() -> int:
     if args.one:
         print(json.dumps(run(args.model, args.batches[0], args.epochs, args.samples)))
         return 0
-    print(
-        f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {args.epochs} epochs of {args.samples} samples"
-    )
+    device = f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}"
+    print(f"{device}, {args.epochs} epochs of {args.samples} samples", flush=True)
     failed = 0
     for is_warm_up, batch in itertools.product((True, False), args.batches):
         num_epochs = 1 if is_warm_up and batch not in MODES else args.epochs
