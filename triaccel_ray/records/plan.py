@@ -25,11 +25,23 @@ class Precision(StrEnum):
         return 4 if self is Precision.FP32 else 2
 
 
+class Storage(StrEnum):
+    """What becomes of the tensors that a region of the model saves for its backward pass."""
+
+    KEEP = "keep"
+    """They stay on the device."""
+    RECOMPUTE = "recompute"
+    """Only the region's inputs are saved; the backward pass computes the rest again (Chen et al. 2016)."""
+    OFFLOAD = "offload"
+    """They move to pinned host memory and back (AccUDNN; vDNN, Rhu et al. 2016)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """How steps are computed until the next tick.
 
-    A step is a function of `batch_size`, `num_micro_batches` and `precision`; `lr_scale` only changes scalars.
+    A step is a function of `batch_size`, `num_micro_batches`, `precision` and `storage`; `lr_scale` only changes
+    scalars.
     """
 
     batch_size: int
@@ -43,6 +55,8 @@ class Plan:
     num_micro_batches: int = 1
     """Micro-batches of nearly equal size per batch: more than `accumulate` only while the smallest batch does not fit
     in memory, or a batch of fixed size cannot be captured."""
+    storage: Mapping[str, Storage] = field(default_factory=dict)
+    """Region name -> what becomes of its saved tensors; regions not named keep them."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -52,12 +66,17 @@ class Plan:
     def steps_as(self, other: Plan) -> bool:
         """Returns whether steps compute the same under both plans, apart from learning rates."""
         has_same_batch = (self.batch_size, self.num_micro_batches) == (other.batch_size, other.num_micro_batches)
-        return has_same_batch and self.precision == other.precision
+        return has_same_batch and self.precision == other.precision and self.storage == other.storage
 
     def needs_less_than(self, other: Plan) -> bool:
-        """Returns whether the micro-batch or any layer takes less memory than under `other`."""
-        return self.micro_batch_size < other.micro_batch_size or any(
-            level.bytes_per_element < other.precision[name].bytes_per_element for name, level in self.precision.items()
+        """Returns whether the micro-batch, or any layer or region, takes less memory than under `other`."""
+        return (
+            self.micro_batch_size < other.micro_batch_size
+            or not self.storage.keys() <= other.storage.keys()
+            or any(
+                each.bytes_per_element < other.precision[name].bytes_per_element
+                for name, each in self.precision.items()
+            )
         )
 
 
@@ -148,11 +167,20 @@ class Fault:
     """Batch size at the time; for a plan that could not be applied, the batch size of that plan."""
     micro_batch_size: int = 0
     """Size of the micro-batches that finally fit, or that were to be captured; 0 if the phase has no batch."""
+    stores_least: bool = False
+    """Whether the attempt that finally fit recomputed every region that can be."""
     detail: str = ""
 
     @classmethod
     def out_of_memory(
-        cls, error: str, *, step: int, phase: str, batch_size: int = 0, micro_batch_size: int = 0
+        cls,
+        error: str,
+        *,
+        step: int,
+        phase: str,
+        batch_size: int = 0,
+        micro_batch_size: int = 0,
+        stores_least: bool = False,
     ) -> Fault:
         """Returns the fault for an out-of-memory error with the message `error`."""
         return cls(
@@ -161,6 +189,7 @@ class Fault:
             phase=phase,
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
+            stores_least=stores_least,
             detail=error,
         )
 

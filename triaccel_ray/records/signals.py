@@ -71,6 +71,39 @@ class NoiseSignal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RegionSignal:
+    """What a region of the model costs in one pass of a micro-batch, forward and backward."""
+
+    name: str
+    saved_bytes: int
+    """Bytes that its backward pass needs, inputs included: device memory held between the passes if kept."""
+    input_bytes: int
+    """Bytes of the tensors that it gets: held if it is recomputed."""
+    offloadable_bytes: int
+    """Bytes of `saved_bytes` that offloading moves to the host; weights and small tensors stay. 0: it cannot."""
+    forward_ms: float
+    """Milliseconds of its forward pass, which recomputing adds to the backward pass."""
+    backward_ms: float
+    """Milliseconds of its backward pass, without recomputation and transfers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryProfile:
+    """Costs of a model's regions, from which the memory and the time of other plans are predicted."""
+
+    regions: tuple[RegionSignal, ...]
+    """In the order of the forward pass."""
+    micro_batch_size: int
+    """Number of samples that the regions were measured with."""
+    to_host_bytes_per_ms: float = 0.0
+    """Bandwidth from the device to pinned host memory; 0: nothing can be offloaded."""
+    to_device_bytes_per_ms: float = 0.0
+    """Bandwidth from pinned host memory to the device."""
+    can_split: bool = True
+    """Whether micro-batches compute the same as the whole batch: not with batch normalization."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Observation:
     """All measured inputs of the rules. Replaying the same observations reproduces every decision."""
 
@@ -100,6 +133,8 @@ class Observation:
     """Samples until the end of the run; as many as it has trained if its length is unknown."""
     noise: NoiseSignal | None = None
     """None when not measured since the last tick."""
+    profile: MemoryProfile | None = None
+    """Costs of the model's regions; None while they are not needed, or not measured."""
     faults: tuple[Fault, ...] = ()
     """Faults since the last decision, oldest first; some may have occurred after the other values were measured."""
 
