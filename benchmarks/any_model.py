@@ -8,6 +8,8 @@
     checkpointed     bare, with activation_checkpointing
     lean             bare, with weights="split" and step_in_backward
     lean-8bit        lean, with optimizer_state="8bit"
+    flashoptim       `flashoptim.FlashAdamW` with gradient release, compiled, if that package is installed
+    torchtune        `amp` in channels_last with torchtune's `OffloadActivations`, if that package is installed
 
 Each runs in its own process, because NVML reports memory per process. With `--prewarm` all compile concurrently first,
 so that measurements start from a warm cache. Data are noise with a weak signal; a tenth of the labels is random. All
@@ -18,6 +20,7 @@ Models of timm, torchvision and transformers are left out if these packages are 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import functools
 import importlib.util
@@ -38,7 +41,8 @@ from triaccel_ray.data.sampler import epoch_order
 from triaccel_ray.model.pytree import map_tensors
 
 OURS = ("loop", "bare", "checkpointed", "lean", "lean-8bit")
-METHODS = ("amp", "reduce-overhead", "graph", *OURS)
+METHODS = ("amp", "reduce-overhead", "graph", *OURS, "flashoptim", "torchtune")
+OPTIONAL = ("flashoptim", "torchtune")
 LOSS_STEPS = (180, 200)
 """Range of steps over which the training loss is averaged for comparison."""
 Step = Callable[[], Any]
@@ -79,8 +83,10 @@ def peer(job: Job, method: str) -> tuple[Step, Callable[[], Tensor]]:
     model, optimizer = job.model.train(), optimizer_of(job)
     if method != "amp" and job.is_image:
         model.to(memory_format=torch.channels_last)
+    if method == "flashoptim":
+        return _flash(job)
     mode = "reduce-overhead" if method == "reduce-overhead" else None
-    forward = model if method == "amp" else torch.compile(model, mode=mode, dynamic=False)
+    forward = model if method in ("amp", "torchtune") else torch.compile(model, mode=mode, dynamic=False)
     drawn = batches(job)
     if method == "graph":
         return _graphed(job, forward, optimizer, drawn)
@@ -90,10 +96,37 @@ def peer(job: Job, method: str) -> tuple[Step, Callable[[], Tensor]]:
         inputs, targets = next(drawn)
         if job.is_image and method != "amp":
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        loss = _loss(job, forward, inputs, targets)
+        with _offloading() if method == "torchtune" else contextlib.nullcontext():
+            loss = _loss(job, forward, inputs, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        last[:] = [loss.detach()]
+
+    return step, lambda: last[0]
+
+
+def _offloading() -> contextlib.AbstractContextManager[Any]:
+    from torchtune.training import OffloadActivations  # type: ignore[import-not-found]  # optional
+
+    offloading: contextlib.AbstractContextManager[Any] = OffloadActivations()
+    return offloading
+
+
+def _flash(job: Job) -> tuple[Step, Callable[[], Tensor]]:
+    """Returns FlashOptim as its readme has it: the model in BF16, 16 bits that complete weights, 8-bit moments."""
+    from flashoptim import FlashAdamW, cast_model, enable_gradient_release  # type: ignore[import-not-found]  # optional
+
+    cast_model(job.model, dtype=torch.bfloat16)
+    optimizer = FlashAdamW(job.model.parameters(), lr=3e-4, weight_decay=0.01, master_weight_bits=32)
+    enable_gradient_release(job.model, optimizer)
+    forward, drawn = torch.compile(job.model, dynamic=False), batches(job)
+    last: list[Tensor] = []
+
+    def step() -> None:
+        inputs, targets = next(drawn)
+        loss = job.loss(forward(inputs).float(), targets)
+        loss.backward()
         last[:] = [loss.detach()]
 
     return step, lambda: last[0]
@@ -241,7 +274,9 @@ def main() -> int:
     """Prints a line for each run; returns 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(SIZES), choices=SIZES)
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument(
+        "--methods", nargs="+", default=[name for name in METHODS if name not in OPTIONAL], choices=METHODS
+    )
     parser.add_argument("--steps", type=int, default=1000, help="steps that are timed, after the first 200")
     parser.add_argument("--seed", type=int, default=0, help="of samples, first weights and dropout")
     parser.add_argument("--prewarm", action="store_true", help="compile everything at once before anything is timed")
