@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 from matplotlib.text import Text
@@ -21,11 +22,20 @@ from PIL import Image
 
 from tests.service.browser import num_colours
 from tests.service.build import CONTROL, RESNET, SMALL, SimulatedRun
+from triaccel_ray.measure.memory import MIB
 from triaccel_ray.records.events import Epoch, Event, Start, Tick, read_events
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.records.plan import Fault, FaultKind, Precision
+from triaccel_ray.records.plan import Fault, FaultKind, Precision, Storage
+from triaccel_ray.records.signals import MemoryProfile, RegionSignal
 from triaccel_ray.service.report.drawing import PRECISION_COLORS
-from triaccel_ray.service.report.figures import PICTURES, curvature_and_lr, draw_run, precision_heatmap, run_figures
+from triaccel_ray.service.report.figures import (
+    PICTURES,
+    curvature_and_lr,
+    draw_run,
+    memory_plan,
+    precision_heatmap,
+    run_figures,
+)
 from triaccel_ray.service.report.many_runs import Curve, front, learning_curves
 from triaccel_ray.service.report.overview import overview, step_edges
 from triaccel_ray.service.runs.objective import Figures
@@ -70,7 +80,7 @@ def heights(figure: Figure, title: str, label: str = "") -> list[float]:
 def test_a_run_has_the_pictures_that_it_has_data_for_drawn_again_where_its_log_is_newer(tmp_path: Path) -> None:
     SimulatedRun(tmp_path, names=RESNET, has_pictures=False).complete(epochs=2)
     paths = run_figures(tmp_path)
-    assert tuple(path.stem for path in paths) == PICTURES
+    assert [path.stem for path in paths] == [name for name in PICTURES if name != "memory_plan"]  # nothing to plan
     for path in paths:
         with Image.open(path) as picture:
             assert 900 <= picture.size[0] <= 1400
@@ -99,6 +109,28 @@ def test_the_heatmap_shows_each_precision_as_long_as_it_was_in_force(tmp_path: P
         assert areas[level] / sum(areas.values()) == pytest.approx(counts[level] / sum(counts.values()), abs=0.02)
     assert min(counts.values()) > 0
     assert {*RESNET, "digits", "optimizer step", "Precision of each layer"} <= texts(figure)
+
+
+def test_the_memory_plan_shows_what_each_region_keeps_and_what_is_freed(tmp_path: Path) -> None:
+    tick = of_kind(Tick, events_of(tmp_path, epochs=1))[-1]
+    regions = tuple(
+        RegionSignal(
+            name=name, saved_bytes=saved * MIB, input_bytes=10 * MIB, offloadable_bytes=30 * MIB, forward_ms=1.0,
+            backward_ms=2.0,
+        )
+        for name, saved in (("stem", 40), ("body", 60), ("head", 50))
+    )  # fmt: skip
+    plan = replace(tick.observation.plan, storage={"body": Storage.RECOMPUTE, "head": Storage.OFFLOAD})
+    profile = MemoryProfile(regions=regions, micro_batch_size=8)
+    planned = replace(tick, observation=replace(tick.observation, plan=plan, profile=profile))
+    figure = memory_plan([planned, tick], subtitle="digits")
+    (axes,) = figure.axes
+    kept, freed = (
+        [bar.get_width() for bar in container] for container in axes.containers if isinstance(container, BarContainer)
+    )
+    assert kept == [40, 10, 20]
+    assert freed == [0, 50, 30]
+    assert {"stem", "body", "head", "kept  70 MiB", "recomputed  50 MiB", "offloaded  30 MiB"} <= texts(figure)
 
 
 def test_names_of_many_layers_are_shortened_and_thinned(tmp_path: Path) -> None:

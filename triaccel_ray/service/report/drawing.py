@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter
 
-from triaccel_ray.records.plan import Precision
+from triaccel_ray.records.plan import Precision, Storage
 
 INK: Final = "#1F2933"
 GRAY: Final = "#6B7785"
@@ -51,6 +51,7 @@ METHOD_STYLES: Final[Mapping[str, tuple[str, str]]] = {
 
 PRECISION_COLORS: Final = {Precision.FP16: AMBER, Precision.BF16: SKY, Precision.FP32: NAVY}
 """Higher precisions are darker."""
+STORAGE_COLORS: Final = {Storage.KEEP: NAVY, Storage.RECOMPUTE: AMBER, Storage.OFFLOAD: SKY}
 
 DEPTH: Final = ListedColormap(colormaps["viridis"](np.linspace(0.0, 0.88, 256)))
 """Viridis without its yellow end, which is hard to see on white."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
@@ -15,14 +16,25 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from triaccel_ray.config import CurvatureConfig
+from triaccel_ray.measure.memory import MIB
 from triaccel_ray.records.events import Epoch, Event, Start, Tick, read_events
-from triaccel_ray.records.plan import Precision
+from triaccel_ray.records.plan import Precision, Storage
+from triaccel_ray.records.signals import RegionSignal
 from triaccel_ray.service.report import drawing
-from triaccel_ray.service.report.drawing import GRAY, PRECISION_COLORS, RED, legend, panel, shorten
+from triaccel_ray.service.report.drawing import (
+    GRAY,
+    PALE,
+    PRECISION_COLORS,
+    RED,
+    STORAGE_COLORS,
+    legend,
+    panel,
+    shorten,
+)
 from triaccel_ray.service.report.overview import overview, step_edges
 from triaccel_ray.service.storage.layout import EVENTS, FIGURES
 
-PICTURES = ("overview", "precision", "curvature_and_lr")
+PICTURES = ("overview", "precision", "memory_plan", "curvature_and_lr")
 """Names of a run's figures, in reading order."""
 
 MOST_ROW_LABELS = 32
@@ -52,6 +64,8 @@ def draw_run(events: Iterable[Event]) -> dict[str, Figure]:
         pictures["overview"] = overview(epochs, ticks, start.control.batch, start.goal, subtitle=subtitle)
     if ticks:
         pictures["precision"] = precision_heatmap(ticks, subtitle=subtitle)
+        if any(tick.observation.plan.storage and tick.observation.profile for tick in ticks):
+            pictures["memory_plan"] = memory_plan(ticks, subtitle=subtitle)
         pictures["curvature_and_lr"] = curvature_and_lr(ticks, start.control.curvature, subtitle=subtitle)
     return pictures
 
@@ -67,11 +81,7 @@ def precision_heatmap(ticks: Sequence[Tick], *, subtitle: str = "") -> Figure:
     panel(axes, "Precision of each layer", subtitle, x_label="optimizer step")
     colors = ListedColormap([PRECISION_COLORS[level] for level in levels])
     axes.pcolorfast(step_edges(ticks), np.arange(len(names) + 1) - 0.5, ranks, cmap=colors, vmin=-0.5, vmax=2.5)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    every = math.ceil(len(names) / MOST_ROW_LABELS)
-    rows = range(0, len(names), every)
-    axes.set_yticks(rows, [shorten(names[row]) for row in rows], fontsize=8.5 if every == 1 else 7.5)
-    axes.tick_params(axis="y", length=0)
+    _label_rows(axes, names)
     axes.grid(visible=False)
     if len(names) <= MOST_ROW_LABELS:
         axes.hlines(np.arange(1, len(names)) - 0.5, *axes.get_xlim(), colors="white", linewidth=1.2)
@@ -81,6 +91,47 @@ def precision_heatmap(ticks: Sequence[Tick], *, subtitle: str = "") -> Figure:
     handles = [Patch(color=PRECISION_COLORS[level], label=text) for level, text in zip(levels, shares, strict=True)]
     legend(axes, handles=handles, ncols=3, columnspacing=1.6, handlelength=1.2, **drawing.ABOVE)
     return figure
+
+
+def memory_plan(ticks: Sequence[Tick], *, subtitle: str = "") -> Figure:
+    """Returns a bar for each region of the model: what its backward pass needs, and where the last plan stores it."""
+    last = next(tick.observation for tick in reversed(ticks) if tick.observation.plan.storage)
+    profile = next(tick.observation.profile for tick in reversed(ticks) if tick.observation.profile)
+    regions, storage = profile.regions, last.plan.storage
+    figure = drawing.new_figure(9.6, min(max(0.215 * len(regions), 0.9), 7.0) + 1.8)
+    axes = figure.subplots()
+    panel(axes, "What each region saves for its backward pass", subtitle, x_label="MiB per micro-batch")
+    kinds = [storage.get(region.name, Storage.KEEP) for region in regions]
+    saved = np.array([region.saved_bytes for region in regions]) / MIB
+    kept = np.array([_kept_bytes(region, kind) for region, kind in zip(regions, kinds, strict=True)]) / MIB
+    axes.barh(range(len(regions)), kept, color=STORAGE_COLORS[Storage.KEEP], height=0.8)
+    colors = [STORAGE_COLORS[kind] for kind in kinds]
+    axes.barh(range(len(regions)), saved - kept, left=kept, color=colors, height=0.8)
+    _label_rows(axes, [region.name for region in regions])
+    axes.grid(visible=False, axis="y")
+    axes.grid(axis="x", color=PALE, linewidth=0.8)
+    freed = {kind: sum(saved[row] - kept[row] for row, each in enumerate(kinds) if each is kind) for kind in Storage}
+    held = {**freed, Storage.KEEP: kept.sum()}
+    texts = {Storage.KEEP: "kept", Storage.RECOMPUTE: "recomputed", Storage.OFFLOAD: "offloaded"}
+    handles = [Patch(color=STORAGE_COLORS[kind], label=f"{texts[kind]}  {held[kind]:,.0f} MiB") for kind in Storage]
+    legend(axes, handles=handles, ncols=3, columnspacing=1.6, handlelength=1.2, **drawing.ABOVE)
+    return figure
+
+
+def _kept_bytes(region: RegionSignal, kind: Storage) -> int:
+    """Returns the bytes that a region holds on the device between its passes."""
+    if kind is Storage.RECOMPUTE:
+        return region.input_bytes
+    return region.saved_bytes - (region.offloadable_bytes if kind is Storage.OFFLOAD else 0)
+
+
+def _label_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Labels the rows from the top; with many, only every second, third, ... one."""
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    every = math.ceil(len(names) / MOST_ROW_LABELS)
+    rows = range(0, len(names), every)
+    axes.set_yticks(rows, [shorten(names[row]) for row in rows], fontsize=8.5 if every == 1 else 7.5)
+    axes.tick_params(axis="y", length=0)
 
 
 def curvature_and_lr(ticks: Sequence[Tick], curvature: CurvatureConfig, *, subtitle: str = "") -> Figure:
