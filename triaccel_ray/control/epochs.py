@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from triaccel_ray.config import check_field
 from triaccel_ray.cuda.random_states import random_states, set_random_states
 from triaccel_ray.data.sampler import Sampler
+from triaccel_ray.measure.energy import energy_counter
 from triaccel_ray.measure.memory import MemoryMeter
 from triaccel_ray.measure.timing import synchronize
 
@@ -128,6 +129,8 @@ class EpochStats:
     num_samples: int
     seconds: float
     """Wall-clock time, with the device synchronized at both ends."""
+    joules: float | None
+    """Energy of the GPU in that time; None if it has no counter, and on a CPU."""
 
 
 class EpochProgress:
@@ -140,11 +143,13 @@ class EpochProgress:
         self.num_steps = 0
         self._device = device
         self._carried_seconds, self._started = 0.0, math.nan  # NaN: the clock is stopped
+        self._read_joules = energy_counter(device)
+        self._carried_joules, self._joules_at_start = 0.0, math.nan
 
     def start(self) -> None:
         """Synchronizes the device and starts the clock, unless it is running."""
         if math.isnan(self._started):
-            self._started = self._now()
+            self._started, self._joules_at_start = self._now(), self._read_joules()
 
     @property
     def seconds(self) -> float:
@@ -153,6 +158,13 @@ class EpochProgress:
             return self._carried_seconds
         return self._carried_seconds + (self._now() - self._started)
 
+    @property
+    def joules(self) -> float:
+        """Joules in these seconds, NaN if not measured; read it after `seconds`, which waits for the device."""
+        if math.isnan(self._started):
+            return self._carried_joules
+        return self._carried_joules + (self._read_joules() - self._joules_at_start)
+
     def begin(self) -> None:
         """Resets loss and number of steps for a new epoch; leaves the clock alone."""
         self.loss.zero_()
@@ -160,8 +172,8 @@ class EpochProgress:
 
     def finish(self, sampler: Sampler) -> EpochStats:
         """Stops the clock and returns the statistics; waits for the device. Loss is NaN if every step was skipped."""
-        seconds = self.seconds
-        self._carried_seconds, self._started = 0.0, math.nan
+        seconds, joules = self.seconds, self.joules
+        self._carried_seconds, self._carried_joules, self._started = 0.0, 0.0, math.nan
         loss_sum, num_samples = self.loss.tolist()
         return EpochStats(
             epoch=sampler.epoch,
@@ -169,16 +181,18 @@ class EpochProgress:
             num_steps=self.num_steps,
             num_samples=sampler.num_samples,
             seconds=seconds,
+            joules=None if math.isnan(joules) else joules,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns loss and seconds so far; the loop saves `num_steps` with its own counters."""
-        return {"epoch_loss": self.loss.clone(), "epoch_seconds": self.seconds}
+        """Returns loss, seconds and joules so far; the loop saves `num_steps` with its own counters."""
+        return {"epoch_loss": self.loss.clone(), "epoch_seconds": self.seconds, "epoch_joules": self.joules}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the state that `state_dict` returned, with the clock stopped."""
         self.loss.copy_(state["epoch_loss"])
         self._carried_seconds, self._started = state["epoch_seconds"], math.nan
+        self._carried_joules = state.get("epoch_joules", math.nan)
 
     def _now(self) -> float:
         synchronize(self._device)

@@ -9,7 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 from types import NoneType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import psutil
 import pynvml
@@ -222,12 +222,9 @@ class CudaMemory(MemoryMeter):
     """Meter for a GPU: the driver's figure for this process (NVML), with the CUDA context and graph pools."""
 
     def __init__(self, device: torch.device, budget_bytes: int | None, headroom_bytes: int | None = None) -> None:
-        """Finds the device in NVML by its UUID, so that CUDA_VISIBLE_DEVICES does not matter, and sets the cap."""
+        """Creates the CUDA context, and sets the cap."""
         self._device = device
-        properties = torch.cuda.get_device_properties(device)
-        self.name = properties.name
-        pynvml.nvmlInit()
-        self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
+        self.name, self._handle = torch.cuda.get_device_properties(device).name, nvml_handle(device)
         torch.zeros(1, device=device)  # creates the context, so that the first sample includes it
         self._reset_peak()
         self.source = "nvml process" if self._own_bytes() is not None else "allocator pool, NVML hides processes"
@@ -306,6 +303,12 @@ def memory_meter(
     if device.type == "cuda":
         return CudaMemory(device, budget_bytes, headroom_bytes)
     return ResidentMemory(budget_bytes, headroom_bytes)
+
+
+def nvml_handle(device: torch.device) -> Any:
+    """Returns NVML's handle of the GPU, found by its UUID, so that CUDA_VISIBLE_DEVICES does not matter."""
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
 def mib(num_bytes: int) -> str:

@@ -87,6 +87,8 @@ class Epoch:
     """`efficiency_score` of the goal's metric, typical seconds and peak GB."""
     typical_seconds: float | None = None
     """Seconds of the shortest of the last (at most five) epochs under the current plan; on a CPU, processor time."""
+    joules: float | None = None
+    """Energy of the whole GPU in the run's training so far, evaluation left out; None if not measured."""
 
     def held_out(self, goal: Goal) -> float | None:
         """Returns the goal's metric on the held-out samples; None if they were not evaluated."""

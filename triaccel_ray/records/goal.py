@@ -17,6 +17,9 @@ RESERVED: Final = frozenset(
         "limit_gb",
         "epochs",
         "training_seconds",
+        "joules",
+        "seconds_to_target",
+        "joules_to_target",
     }
 )
 """Names that results and MLflow already use for other values."""

@@ -32,6 +32,8 @@ OWN_CODE = "code of your own"
 """Task name of a run that was logged by a `ControlLoop` outside the service."""
 ONE_VIEW = "one_view_"
 """Prefix of metrics by each sample's first view, for runs evaluated by the mean output over several views."""
+JOULES = "joules"
+"""Result: energy of the GPU in training; missing if it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,17 @@ def figures_of(
     peak_gb = last.peak_bytes / BYTES_PER_GB
     score = efficiency_score(metric, seconds, peak_gb, goal)
     return Figures(metric=metric, seconds=seconds, peak_gb=peak_gb, score=score)
+
+
+def joules_after(last: Epoch | None, joules: float | None, spec: RunSpec) -> float | None:
+    """Returns the run's joules after an epoch of `joules` that follows `last`; None if not all of them are known.
+
+    The counter is the GPU's, so that runs that share one have no energy of their own.
+    """
+    before = 0.0 if last is None else last.joules
+    if before is None or joules is None or spec.trials_per_gpu > 1:
+        return None
+    return before + joules
 
 
 def has_begun(folder: Path) -> bool:

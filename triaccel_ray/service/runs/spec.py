@@ -49,7 +49,7 @@ class RunSpec:
     """Hold less GPU memory outside of tensors: small stacks, expandable segments. Turn off for kernels of your own that
     recurse or call by pointers. No effect on fp32 and amp, which hold what any other program would."""
     trials_per_gpu: int = knob(1, f"[1, {MAX_TRIALS_PER_GPU}]")
-    """Runs that share a GPU. Each gets an equal part of its memory, and its timings are marked."""
+    """Runs that share a GPU. Each gets an equal part of its memory. Timings are marked, and energy is not measured."""
     goal: Goal = field(default_factory=Goal)
     """The metric that the task is judged by."""
     keep: Literal["last", "best"] | None = None

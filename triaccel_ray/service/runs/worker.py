@@ -36,7 +36,7 @@ from triaccel_ray.service.failures import (
 from triaccel_ray.service.runs.building import build_loop, fitted_control, seed_everything, splits_of
 from triaccel_ray.service.runs.environment import cap_memory_share, start_record
 from triaccel_ray.service.runs.objective import Figures
-from triaccel_ray.service.runs.record import ONE_VIEW, RunLog, figures_of
+from triaccel_ray.service.runs.record import JOULES, ONE_VIEW, RunLog, figures_of, joules_after
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trained_model import TrainedModel
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED
@@ -158,6 +158,7 @@ class Worker:
             num_skipped=self.loop.num_skipped,
             score=None if evaluation is None else self._score(evaluation.metrics, evaluation.loss, typical_seconds),
             typical_seconds=typical_seconds,
+            joules=joules_after(self.last, stats.joules, self.spec),
         )
         self.log.append(record)
         self.last = record
@@ -194,6 +195,7 @@ class Worker:
             "idle_gb": memory.idle_bytes / BYTES_PER_GB,
             "limit_gb": memory.limit_bytes / BYTES_PER_GB,
             "epochs": float(last.epoch),
+            **({} if last.joules is None else {JOULES: last.joules}),
         }
         kept_epoch = self._trained_model.finish(last, self.loop.model)
         self.log.append(End(status="finished", results=results, kept_epoch=kept_epoch))

@@ -114,6 +114,7 @@ def _epoch_metrics(epoch: Epoch) -> dict[str, float | None]:
         "control/batch_size": epoch.batch_size,
         "memory/peak_gb": epoch.peak_bytes / BYTES_PER_GB,
         "memory/allocated_peak_gb": epoch.allocated_peak_bytes / BYTES_PER_GB,
+        "energy/joules": epoch.joules,
         "skipped_steps": epoch.num_skipped,
         "score": epoch.score,
     }

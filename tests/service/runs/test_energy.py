@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pynvml
+import pytest
+import torch
+
+from tests.service.own_task import own_spec
+from tests.service.worker_factory import WorkerFactory, last_of, records, train
+from triaccel_ray.control import epochs
+from triaccel_ray.control.epochs import EpochProgress
+from triaccel_ray.data.sampler import Sampler
+from triaccel_ray.measure.energy import board_joules, energy_counter
+from triaccel_ray.records.events import Epoch
+from triaccel_ray.service.runs.record import JOULES
+
+CPU = torch.device("cpu")
+COUNTER = "nvmlDeviceGetTotalEnergyConsumption"
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's counter in place of the CPU's, which has none: 100 J more at each reading."""
+    readings = itertools.count(5_000_000, 100_000)
+    monkeypatch.setattr(pynvml, COUNTER, lambda handle: next(readings))
+    monkeypatch.setattr(epochs, "energy_counter", lambda device: lambda: board_joules(None))
+
+
+def test_millijoules_become_joules(nvml: None) -> None:
+    assert [board_joules(None), board_joules(None)] == [5000.0, 5100.0]
+
+
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION])
+def test_a_gpu_without_the_counter_has_no_energy(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(handle: Any) -> int:
+        raise pynvml.NVMLError(code)
+
+    monkeypatch.setattr(pynvml, COUNTER, refuse)
+    assert math.isnan(board_joules(None))
+    assert math.isnan(energy_counter(CPU)())
+
+
+def test_an_epoch_that_goes_on_elsewhere_has_the_joules_of_both_parts(nvml: None) -> None:
+    sampler = cast(Sampler, SimpleNamespace(epoch=1, num_samples=8))
+    first, second = EpochProgress(CPU), EpochProgress(CPU)
+    first.start()
+    state = first.state_dict()
+    board_joules(None)  # consumed in between, by whatever ran then
+    second.load_state_dict(state)
+    second.start()
+    assert second.finish(sampler).joules == state["epoch_joules"] + 100.0 == 200.0
+    second.start()
+    assert second.finish(sampler).joules == 100.0  # an epoch of its own
+    del state["epoch_joules"]  # of an earlier version
+    second.load_state_dict(state)
+    second.start()
+    assert second.finish(sampler).joules is None
+
+
+@pytest.mark.parametrize("method", ["amp", "triaccel"])
+def test_a_resumed_run_counts_each_epoch_once(
+    nvml: None, worker_factory: WorkerFactory, module: str, tmp_path: Path, method: str
+) -> None:
+    spec = own_spec(f"{module}:Blobs", method=method)
+    first = worker_factory.start(spec, tmp_path)
+    first.train_epoch()
+    first.checkpoint()
+    first.train_epoch()  # lost
+    first.close()
+    train(worker_factory.start(spec, tmp_path)).finish()
+    assert [each.joules for each in records(tmp_path) if isinstance(each, Epoch)] == [100.0, 200.0, 300.0]
+    assert last_of(tmp_path).results[JOULES] == 300.0
+
+
+def test_without_a_counter_a_run_has_no_energy(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
+    train(worker_factory.start(own_spec(f"{module}:Blobs", method="fp32"), tmp_path)).finish()
+    assert {each.joules for each in records(tmp_path) if isinstance(each, Epoch)} == {None}
+    assert JOULES not in last_of(tmp_path).results
+
+
+@pytest.mark.gpu
+def test_a_busy_gpu_consumes_more_than_nothing() -> None:
+    read, matrix = energy_counter(torch.device("cuda")), torch.ones(4096, 4096, device="cuda")
+    before = read()
+    for _ in range(200):
+        matrix = (matrix @ matrix).clamp(0.0, 1.0)
+    torch.cuda.synchronize()
+    assert 1.0 < read() - before < 10_000.0
