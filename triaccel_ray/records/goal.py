@@ -55,6 +55,10 @@ class Goal:
         """Axis label for a plot: the name, the unit, and whether less is better."""
         return ", ".join(filter(None, (self.words, self.axis_unit)))
 
+    def is_reached(self, value: float, target: float) -> bool:
+        """Returns whether the value is the target or better; NaN never is."""
+        return value >= target if self.maximize else value <= target
+
     def cell(self, value: float) -> str:
         """Returns the value as text for a table cell."""
         return f"{value:.2f}" if self.unit == "%" else f"{value:.4g}"

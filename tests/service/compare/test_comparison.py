@@ -212,7 +212,7 @@ def test_the_score_is_shown_by_every_reading_and_whether_they_agree() -> None:
     assert cells["triaccel"]["whole run s, allocator GB"] == "10.11 ± 0.16"
     assert set(cells["fp32"].values()) == {""}
     assert grid.note.endswith(
-        "they disagree on the best score: triaccel by s/epoch, process GB, amp by s/epoch, allocator GB, "
+        "the readings disagree: triaccel by s/epoch, process GB, amp by s/epoch, allocator GB, "
         "triaccel by whole run s, process GB, amp by whole run s, allocator GB"
     )
     alike = {name: replace(each, by_seed=dict(each.by_seed)) for name, each in rows.items()}
@@ -220,14 +220,14 @@ def test_the_score_is_shown_by_every_reading_and_whether_they_agree() -> None:
         figures["allocated_peak_gb"] = 0.0  # type: ignore[index]  # as on a CPU
     grid = readings_grid("", alike, Goal())
     assert list(grid.header) == ["method", "s/epoch, process GB", "whole run s, process GB"]
-    assert grid.note.endswith("triaccel has the best score by all of them")
-    assert "best score" not in readings_grid("", {"amp": amp}, Goal()).note
+    assert grid.note.endswith("triaccel leads by every reading")
+    assert "leads" not in readings_grid("", {"amp": amp}, Goal()).note
     unequal = {**rows, "fp32": results("fp32", 99.0, training_seconds=(0.1,))}
     assert "fp32" not in readings_grid("", unequal, Goal()).note  # of one seed alone
     figures = {seed: dict(each) for seed, each in fast.by_seed.items()}
     del figures[0]["allocated_peak_gb"]
     grid = readings_grid("", {"amp": amp, "triaccel": replace(fast, by_seed=figures)}, Goal())
-    assert grid.note.endswith("triaccel has the best score by all of them")  # of those that all runs have
+    assert grid.note.endswith("triaccel leads by every reading")  # of those that all runs have
 
 
 def test_the_command_of_a_comparison_is_that_of_a_finished_run(tmp_path: Path) -> None:

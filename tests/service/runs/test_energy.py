@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +18,8 @@ from triaccel_ray.control.epochs import EpochProgress
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.measure.energy import board_joules, energy_counter
 from triaccel_ray.records.events import Epoch
-from triaccel_ray.service.runs.record import JOULES
+from triaccel_ray.service.runs.record import JOULES, joules_after
+from triaccel_ray.service.tracking.metrics import metrics_of
 
 CPU = torch.device("cpu")
 COUNTER = "nvmlDeviceGetTotalEnergyConsumption"
@@ -73,7 +75,11 @@ def test_a_resumed_run_counts_each_epoch_once(
     first.train_epoch()  # lost
     first.close()
     train(worker_factory.start(spec, tmp_path)).finish()
-    assert [each.joules for each in records(tmp_path) if isinstance(each, Epoch)] == [100.0, 200.0, 300.0]
+    logged = [each for each in records(tmp_path) if isinstance(each, Epoch)]
+    assert [each.joules for each in logged] == [100.0, 200.0, 300.0]
+    assert metrics_of(logged[1])["energy/joules"] == 200.0
+    assert joules_after(logged[1], 100.0, replace(spec, device="auto", trials_per_gpu=2)) is None  # both runs' energy
+    assert joules_after(replace(logged[1], joules=None), 100.0, spec) is None  # begun without a counter
     assert last_of(tmp_path).results[JOULES] == 300.0
 
 

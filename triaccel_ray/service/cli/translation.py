@@ -144,10 +144,8 @@ def _with_control(control: ControlConfig, options: Given) -> ControlConfig:
 def _split(command: Search | Compare) -> tuple[dict[tuple[str, ...], Any], dict[tuple[str, ...], Any]]:
     """Returns the options of the search or comparison itself, and those of its runs."""
     own, common = given(command.main), {**given(command.training), **given(command.thresholds)}
-    shared = ("trials_per_gpu",)
-    if shared in own:
-        common[shared] = own.pop(shared)
-    return own, common
+    shared = own.keys() & {("trials_per_gpu",), ("target",)}
+    return own, common | {path: own.pop(path) for path in shared}
 
 
 def _of_task(task: str | None, options: Given) -> RunSpec:

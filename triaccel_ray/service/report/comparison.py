@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from triaccel_ray.measure.score import quality_text
 from triaccel_ray.records.goal import Goal
@@ -13,7 +14,6 @@ from triaccel_ray.service.cli.options import repeat_command
 from triaccel_ray.service.compare.comparison import (
     REFERENCE,
     REFERENCE_TRIAL,
-    TRAINING_SECONDS,
     Choices,
     Comparison,
     MethodResults,
@@ -29,6 +29,7 @@ from triaccel_ray.service.report.report import Section, View, write_page
 from triaccel_ray.service.report.tables import (
     FIGURE_COLUMNS,
     STAR,
+    TO_TARGET,
     VIEWS_NOTE,
     Grid,
     figure_cells,
@@ -37,7 +38,7 @@ from triaccel_ray.service.report.tables import (
 )
 from triaccel_ray.service.runs.methods import FIXED, METHODS
 from triaccel_ray.service.runs.objective import Figures, Objective
-from triaccel_ray.service.runs.record import ONE_VIEW
+from triaccel_ray.service.runs.record import JOULES, ONE_VIEW
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage import layout
 from triaccel_ray.service.units import counted
@@ -69,11 +70,22 @@ def view_comparison(record: Comparison) -> View:
             f"{advice}:\n{command}" if command else "",
             trouble_lines(problems),
         ],
-        rows=values_grid("", _results(record, spec.all_methods), spec.base.goal).as_dicts(),
+        rows=_rows(record),
         page=write_page(folder, title, _sections(record, tables, problems)),
         command=command,
         control=spec.base.control,
     )
+
+
+def _rows(record: Comparison) -> list[dict[str, Any]]:
+    """Returns every method's figures, and its scores and costs by each reading, by heading."""
+    base, results = record.spec.base, _results(record, record.spec.all_methods)
+    grids = values_grid("", results, base.goal), readings_grid("", results, base.goal, base.target)
+    return [{**values, **readings} for values, readings in zip(*(grid.as_dicts() for grid in grids), strict=True)]
+
+
+def _held_apart(base: RunSpec) -> str:
+    return "" if base.target is None else "trained without the validation samples, which judged each epoch"
 
 
 def _sections(record: Comparison, tables: Sequence[Grid], problems: Mapping[str, str]) -> Iterator[Section]:
@@ -93,7 +105,7 @@ def _sections(record: Comparison, tables: Sequence[Grid], problems: Mapping[str,
         yield Section(title=f"{goal.words.capitalize()} against cost", text=text, pictures=[picture])
     if curves := _curves(record):
         picture = save(learning_curves(curves, goal, subtitle=subtitle), pictures / "curves.png")
-        yield Section(title="Learning and time", text=_NO_METRIC, pictures=[picture])
+        yield Section(title="Learning and time", text="" if spec.base.validates else _NO_METRIC, pictures=[picture])
     yield from other_tables
     advice, command = _advice(record)
     yield Section(title=advice.capitalize(), command=command)
@@ -143,7 +155,7 @@ def _curves(record: Comparison) -> list[Curve]:
 def comparison_tables(record: Comparison) -> list[Grid]:
     """Returns the comparison's tables in reading order, without empty ones."""
     spec, goal = record.spec, record.spec.base.goal
-    shared, table_1 = sharing_note(spec.base), _results(record, spec.table_1)
+    shared, table_1 = joined(sharing_note(spec.base), _held_apart(spec.base)), _results(record, spec.table_1)
     table_2 = {row: record.results(method) for method, row in ABLATION.items()} if spec.ablation else {}
     amp = table_1.get(REFERENCE)
     note = "" if amp is not None else "AMP is not among the methods: nothing to test against"
@@ -153,7 +165,7 @@ def comparison_tables(record: Comparison) -> list[Grid]:
     to_standard = [(name, each, rows[0][1]) for name, each in rows[1:]]
     tables = (
         values_grid("Table 1, test samples, read once by each run", table_1, goal, note=joined(shared, note)),
-        readings_grid("Table 1, the score by each reading of time and memory", table_1, goal),
+        readings_grid("Table 1, the score by each reading of time and memory", table_1, goal, spec.base.target),
         differences_grid("Table 1, differences to AMP", to_amp, goal),
         values_grid("Table 2, the ablation", table_2, goal, note=shared),
         differences_grid("Table 2, differences to the row above", to_above, goal, note=_BY_ROW),
@@ -167,6 +179,7 @@ def comparison_tables(record: Comparison) -> list[Grid]:
 def values_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, note: str = "") -> Grid:
     """Returns a table of means and standard deviations over seeds, a row per name in `rows`, with `note` below."""
     headings, one_view = _headings(rows.values(), goal), f"{ONE_VIEW}{goal.name}"
+    headings = {name: heading for name, heading in headings.items() if name not in TO_TARGET}  # beside the readings
     num_runs = sum(len(results.by_seed) for results in rows.values())
     num_with_views = sum(len(results.values(one_view)) for results in rows.values())
     mixed = f"only {num_with_views} of {num_runs} runs were judged by several views: not comparable"
@@ -183,6 +196,7 @@ def values_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, no
             f"score = {quality_text(goal)} / (s/epoch x process peak GB)",
             mixed if 0 < num_with_views < num_runs else "",
             VIEWS_NOTE if num_with_views else "",
+            "J: energy of the GPU in training" if JOULES in headings else "",
             note,
         ),
     )
@@ -208,10 +222,11 @@ def differences_grid(
     num_pairs = max((each.num_pairs for column in columns.values() for each in column), default=0)
     is_tested = num_pairs >= MIN_PAIRS
     rows = []
-    for index, (row, _, other) in enumerate(pairs):
+    for index, (row, one, other) in enumerate(pairs):
         for name, heading in headings.items():
             difference = columns[name][index]
-            if not difference.num_pairs:
+            # Seeds that reach a target say nothing of those that do not.
+            if not difference.num_pairs or math.isnan(one.mean(name) + other.mean(name)):
                 continue
             cells = [row, heading, _signed(difference.mean), _percent(difference.mean, other.mean(name))]
             if is_tested:
@@ -268,10 +283,7 @@ def _choice_notes(record: Comparison) -> Iterator[str]:
 
 def _headings(results: Iterable[MethodResults], goal: Goal) -> dict[str, str]:
     names = dict.fromkeys(name for each in results for figures in each.by_seed.values() for name in figures)
-    headings = result_headings([name for name in names if name != TRAINING_SECONDS], goal, prefix="test ")
-    if TRAINING_SECONDS in names:
-        headings[TRAINING_SECONDS] = "whole run s"
-    return headings
+    return result_headings(names, goal, prefix="test ")
 
 
 def _settings(spec: RunSpec) -> list[str]:

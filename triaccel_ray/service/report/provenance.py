@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from triaccel_ray.records.events import parse_event
 from triaccel_ray.records.plan import FaultKind
 from triaccel_ray.service.report.report import Section
-from triaccel_ray.service.report.tables import joined
+from triaccel_ray.service.report.tables import TO_TARGET, joined
 from triaccel_ray.service.runs.environment import COMMIT
 from triaccel_ray.service.runs.record import OWN_CODE, RunRecord
 from triaccel_ray.service.runs.spec import RunSpec
@@ -79,9 +79,12 @@ def sharing_note(spec: RunSpec) -> str:
 
 
 def run_notes(run: RunRecord) -> Iterator[str]:
-    """Yields a sentence each on GPU sharing, time spent adapting, out-of-memory errors, and slower fallbacks."""
+    """Yields a sentence each on GPU sharing, target, time spent adapting, out-of-memory errors, and fallbacks."""
     if note := sharing_note(run.spec):
         yield note
+    if run.spec.target is not None:
+        costs = (f"{value:.4g} {TO_TARGET[name]}" for name, value in run.to_target.items())
+        yield f"target {run.start.goal.named(run.spec.target)}: {', '.join(costs) or 'not reached'}"
     seconds = sum(tick.applied.adapt_ms for tick in run.ticks) / 1e3
     if seconds > 0:
         num_dropped = sum(len(tick.applied.evicted) for tick in run.ticks)
@@ -142,7 +145,8 @@ def _settings(spec: RunSpec, runs: Sequence[RunRecord]) -> str:
         f"learning rate {recipe.lr:.4g}, weight decay {recipe.weight_decay:.4g}",
         batch_text,
         memory_text,
-        f"judged on {'test' if spec.purpose is Purpose.FINAL else 'validation'} samples",
+        f"judged on {'test' if spec.purpose is Purpose.FINAL else 'validation'} samples"
+        + (", after each epoch on validation samples" if spec.purpose is Purpose.FINAL and spec.validates else ""),
     )
 
 

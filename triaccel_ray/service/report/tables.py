@@ -9,7 +9,7 @@ from typing import Any
 
 from triaccel_ray.records.goal import RESERVED, Goal
 from triaccel_ray.service.runs.objective import Figures
-from triaccel_ray.service.runs.record import ONE_VIEW
+from triaccel_ray.service.runs.record import JOULES, ONE_VIEW
 
 VIEWS_NOTE = "metrics: by the mean output over the views of each sample; by one view: by the sample as it is"
 RESULT_HEADINGS: Mapping[str, str] = {
@@ -19,6 +19,10 @@ RESULT_HEADINGS: Mapping[str, str] = {
     "score": "score",
 }
 """Result -> column heading; these columns follow those of the task's metrics."""
+COST_HEADINGS: Mapping[str, str] = {"training_seconds": "whole run s", JOULES: "whole run J"}
+"""Result -> column heading, for what the whole training takes; only where measured."""
+TO_TARGET: Mapping[str, str] = {"seconds_to_target": "s to target", "joules_to_target": "J to target"}
+"""Result -> column heading, for what training takes until it reaches a target; only where one is given."""
 STAR = " *"
 """Suffix that marks the metric of a trial behind AMP by more than the margin, and the name of a chosen trial."""
 FIGURE_COLUMNS = ("s/epoch", "peak GB", "score")
@@ -78,11 +82,12 @@ def metric_headings(names: Iterable[str], goal: Goal) -> dict[str, str]:
 
 
 def result_headings(names: Collection[str], goal: Goal, *, prefix: str = "") -> dict[str, str]:
-    """Returns column headings by name: metrics with `prefix` in front, RESULT_HEADINGS, the goal's by one view."""
+    """Returns column headings by name: metrics with `prefix` in front, RESULT_HEADINGS, those of `names` alone."""
     metrics = {name: f"{prefix}{text}" for name, text in metric_headings(names, goal).items()}
     one_view = f"{ONE_VIEW}{goal.name}"
     views = {one_view: f"by one view {goal.unit}".rstrip()} if one_view in names else {}
-    return {**metrics, **RESULT_HEADINGS, **views}
+    optional = {name: text for name, text in {**COST_HEADINGS, **TO_TARGET}.items() if name in names}
+    return {**metrics, **RESULT_HEADINGS, **views, **optional}
 
 
 def figure_cells(figures: Figures | None, goal: Goal) -> list[str]:

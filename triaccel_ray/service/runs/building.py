@@ -43,7 +43,7 @@ def build_loop(
     """Returns the loop that trains `task` as `spec` and `control` say; the run's seed initializes its model.
 
     Two loops of one spec are equal, whatever random numbers were drawn before. All methods refuse the same tasks. Two
-    training samples are tried first, and two validation samples unless the run is final. Test samples are read only at
+    training samples are tried first, and two validation samples if the run has any. Test samples are read only at
     the end of a run.
 
     Raises:
@@ -66,7 +66,7 @@ def build_loop(
     uses_pooled_stream = is_on_gpu and not spec.is_baseline
     with PooledStream(device).current() if uses_pooled_stream else contextlib.nullcontext():
         require_working(model, loss, train, partial(measured, task.metrics))
-        if spec.purpose is Purpose.SEARCH:
+        if spec.validates:
             require_working(model, loss, splits.held_out, partial(measured, task.metrics))
         if is_on_gpu:
             _warm_up_gpu(model, loss, train, device)
@@ -147,6 +147,24 @@ def fitted_control(spec: RunSpec, num_samples: int) -> ControlConfig:
         every_steps=min(control.every_steps, max(num_steps // 20, 1)),
         curvature=replace(control.curvature, every_steps=min(control.curvature.every_steps, max(num_steps // 5, 1))),
     )
+
+
+def samples_of(spec: RunSpec, task: Task, splits: Splits | None = None) -> tuple[Splits, DataSource]:
+    """Returns the run's samples, and those that judge it at its end: of a final run the test set.
+
+    Held-out samples are moved once, not at every evaluation. `splits` are those for the run's purpose, if loaded.
+    A final run with a target reads the task's samples for both purposes; the test set still judges it once.
+    """
+
+    def moved(source: DataSource) -> DataSource:
+        return delivered(source, spec.torch_device, spec.method_control.execution.data_on)
+
+    splits = splits_of(task, spec.purpose) if splits is None else splits
+    at_end = moved(splits.held_out)
+    if spec.purpose is Purpose.SEARCH or not spec.validates:
+        return replace(splits, held_out=at_end), at_end
+    splits = splits_of(task, Purpose.SEARCH)
+    return replace(splits, held_out=moved(splits.held_out)), at_end
 
 
 def splits_of(task: Task, purpose: Purpose) -> Splits:

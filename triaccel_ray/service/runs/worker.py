@@ -16,7 +16,7 @@ from triaccel_ray.apply.evaluate import Evaluation
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import require
 from triaccel_ray.cuda.allocator import use_lean_memory
-from triaccel_ray.data.sources import delivered
+from triaccel_ray.data.sources import DataSource
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.score import BYTES_PER_GB, EpochTimes, efficiency_score
 from triaccel_ray.model.dry_run import forbidding_exit, users_lines
@@ -33,7 +33,7 @@ from triaccel_ray.service.failures import (
     reporting_full_disk,
     write_traceback,
 )
-from triaccel_ray.service.runs.building import build_loop, fitted_control, seed_everything, splits_of
+from triaccel_ray.service.runs.building import build_loop, fitted_control, samples_of, seed_everything
 from triaccel_ray.service.runs.environment import cap_memory_share, start_record
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import JOULES, ONE_VIEW, RunLog, figures_of, joules_after
@@ -66,10 +66,8 @@ class Worker:
         self._task = spec.load_task()
         rule = f"the run is judged by {spec.goal.name}: begin a new one"
         require(self._task.goal == spec.goal, "objective of the task", self._task.objective, rule)
-        splits = splits_of(self._task, spec.purpose) if splits is None else splits
-        held_out = delivered(splits.held_out, self.device, spec.method_control.execution.data_on)
-        self._splits = replace(splits, held_out=held_out)  # moved once, not at every evaluation
-        self._control = fitted_control(spec, len(splits.train))
+        self._splits, self._at_end = samples_of(spec, self._task, splits)
+        self._control = fitted_control(spec, len(self._splits.train))
         self.loop = self._build_loop()
         self._times = EpochTimes()
         self._trained_model = TrainedModel(spec, folder, self.log.confirm)
@@ -140,7 +138,7 @@ class Worker:
             compute_seconds = time.thread_time() - began if self.device.type == "cpu" else stats.seconds
             if not math.isfinite(stats.loss):
                 raise NonFiniteLossError(f"the training loss of epoch {stats.epoch} is {stats.loss}{self._way_out()}")
-            evaluation = self._evaluate() if self.spec.purpose is Purpose.SEARCH else None
+            evaluation = self._evaluate(self._splits.held_out) if self.spec.validates else None
         self._times.add(stats.epoch, stats.seconds, compute_seconds, has_changed_plan=not self.loop.plan.steps_as(plan))
         typical_seconds, memory = self._times.typical, self.loop.memory
         memory.refresh_peaks()
@@ -175,9 +173,9 @@ class Worker:
         if last is None:
             raise ValueError("epochs = 0: a run is finished after at least one epoch")
         metrics, loss = last.held_out_metrics, last.held_out_loss
-        if loss is None:
+        if loss is None or self.spec.purpose is Purpose.FINAL:
             with self._logging_errors():
-                evaluation = self._evaluate()
+                evaluation = self._evaluate(self._at_end)
             metrics, loss = evaluation.metrics, evaluation.loss
         memory = self.loop.memory
         memory.refresh_peaks()
@@ -215,7 +213,7 @@ class Worker:
 
     def close(self) -> None:
         """Frees model, data and memory, and closes the log; raises DiskFullError if there is no room for it."""
-        del self._splits
+        del self._splits, self._at_end
         try:
             self._drop_loop()
         finally:  # after a device error it raises again, and the log must be whole all the same
@@ -321,8 +319,8 @@ class Worker:
             self.fail(error)
             raise
 
-    def _evaluate(self) -> Evaluation:
-        evaluation = self.loop.evaluate(self._splits.held_out, self._task.metrics, is_last=self.finished)
+    def _evaluate(self, samples: DataSource) -> Evaluation:
+        evaluation = self.loop.evaluate(samples, self._task.metrics, is_last=self.finished)
         # An overflow may have reached a norm's running statistics. A non-finite loss alone may be intended by the task.
         tensors = (*self.loop.model.parameters(), *self.loop.model.buffers())
         if not math.isfinite(evaluation.loss) and not all(tensor.isfinite().all() for tensor in tensors):
