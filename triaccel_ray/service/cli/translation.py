@@ -73,6 +73,10 @@ def tuning_of(command: TuneBatch) -> RunSpec:
         base = _repeated(command.source.from_, command.where)
         rule = f"was trained by {base.method}, without the engine that is timed; name a run of another method"
         require(not base.is_baseline, "--from", command.source.from_, rule)
+    batch, start = base.control.batch, options.get(("control", "batch", "start"))
+    if start is not None:  # moves the smallest size to a rung below it, not along with it as in a run
+        rungs_below = max(start - batch.minimum, 0) // batch.granularity
+        options.setdefault(("control", "batch", "minimum"), start - rungs_below * batch.granularity)
     return with_options(replace(base, method=TUNE_BATCH, purpose=Purpose.SEARCH, keep=None), options)
 
 

@@ -50,17 +50,18 @@ def batch_grid(run: RunRecord) -> Grid:
         if each.step_ms is not None and each.ms_per_sample is not None:
             rate = 1e3 / each.ms_per_sample
             cells[1:] = f"{each.step_ms:.3f}", f"{rate:,.0f}", f"{100 * rate / best:.1f}"
-        rows.append([*cells, f"{each.peak_bytes / 1e9:.3f}", _plan_text(each)])
+        how = "does not fit" if each.step_ms is None else _plan_text(each)
+        rows.append([*cells, f"{each.peak_bytes / 1e9:.3f}", how])
     most, asked = run.start.control.batch.maximum, run.spec.control.batch.maximum
     is_rising = _efficient(run) == max(_timed(run), default=None)
-    unfit = next((each.batch_size for each in run.throughputs if each.step_ms is None), None)
+    unfit = any(each.step_ms is None for each in run.throughputs)
     return Grid(
         header=("batch", "ms a step", "samples/s", "% of the best", "process peak GB", "how"),
         rows=rows,
         title=f"{run.name}: {run.spec.task}, {run.spec.control.precision.initial.value}, {run.status}",
         note=joined(
             f"*: the smallest with {EFFICIENT_SHARE:.0%} of the best samples/s" if _efficient(run) else "",
-            f"{unfit} does not fit in memory, so larger sizes were not tried" if unfit else "",
+            "sizes above the one that does not fit were not tried" if unfit else "",
             f"sizes above {most} were not tried: there are {most} training samples" if most < asked else "",
             "no smaller size is efficient, so try a larger --batch-max" if is_rising and not unfit else "",
         ),
