@@ -160,8 +160,8 @@ def test_batch_sizes_are_timed_and_the_efficient_one_is_trained_with(
     batch = spec.control.batch
     assert (spec.method, spec.keep, batch.start, batch.enabled) == ("triaccel", "last", size, False)
     assert spec.recipe.lr == pytest.approx(run.end.results["lr"], rel=1e-3)
-    assert desk.type(*shlex.split(pasted)[1:], "--epochs", "1", "--name", "at that size") == 0
-    assert read_run(desk.storage / "at that size").epochs[-1].batch_size == size
+    assert desk.type(*shlex.split(pasted)[1:], "--epochs", "1", "--name", "efficient") == 0
+    assert read_run(desk.storage / "efficient").epochs[-1].batch_size == size
 
 
 def test_a_search_end_to_end(desk: Desk, own: str, capsys: pytest.CaptureFixture[str]) -> None:

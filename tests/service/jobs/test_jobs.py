@@ -61,6 +61,10 @@ def entry(job: Submission) -> list[str]:
             "search digits --storage-path 's3://bucket/runs?region=x' --tracking-uri http://host:5000",
             "search digits --name j --storage-path 's3://bucket/runs?region=x' --tracking-uri http://host:5000",
         ),
+        (
+            "tune-batch digits --batch-max 128",
+            "tune-batch digits --batch-max 128 --name j --storage-path {here}/triaccel-runs",
+        ),
         ("resume mine", "resume mine --storage-path {here}/triaccel-runs"),
         ("resume mine --storage-path s3://bucket/x", "resume mine --storage-path s3://bucket/x"),
         ("resume ./runs/mine", "resume {here}/runs/mine --storage-path {here}/triaccel-runs"),

@@ -44,6 +44,8 @@ def view_run(run: RunRecord) -> View:
 
 def write_run_page(run: RunRecord) -> Path:
     """Draws the figures, writes the page into the run's folder and returns its path."""
+    if run.spec.method == TUNE_BATCH:
+        return view_batch_sizes(run).page
     spec, results = run.spec, run.end.results if run.end else {}
     is_own = spec.task == OWN_CODE  # of which only the control loop's settings are known
     facts = {"method": f"{spec.method}: {METHODS[spec.method]}", "status": run.status}
