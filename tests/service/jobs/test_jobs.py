@@ -114,7 +114,7 @@ def test_no_secret_of_the_environment_travels(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("typed", "needle"),
     [
-        ("", "command = '': after -- comes one of run, search, compare, resume"),
+        ("", "command = '': after -- comes one of run, search, compare, tune-batch, resume"),
         ("report mine", "command = 'report'"),
         ("run digits --address 10.0.0.1:6379", "name the cluster before the --"),
         ("run digits --name a/b", "name = 'a/b'"),
