@@ -31,6 +31,7 @@ from triaccel_ray.service.api import Report as Report
 from triaccel_ray.service.api import compare as compare
 from triaccel_ray.service.api import run as run
 from triaccel_ray.service.api import search as search
+from triaccel_ray.service.api import tune_batch as tune_batch
 from triaccel_ray.service.failures import RunFailedError as RunFailedError
 from triaccel_ray.trainables.task import Purpose as Purpose
 from triaccel_ray.trainables.task import Recipe as Recipe

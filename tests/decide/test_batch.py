@@ -1,3 +1,5 @@
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,7 +19,8 @@ from tests.decide.build import (
 )
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide import BatchState
-from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, ladder
+from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, ladder, next_size_to_time
+from triaccel_ray.decide.throughput import EFFICIENT_SHARE
 from triaccel_ray.records.plan import ReasonCode
 from triaccel_ray.records.signals import NoiseSignal
 
@@ -34,6 +37,52 @@ def decided(
     return decide_batch(
         config, observation_of(plan_of(batch_size, parts), share=share, **others), state, enlarged=enlarged
     )
+
+
+def timed_sizes(config: BatchConfig, ms_per_sample: Callable[[int], float | None]) -> dict[int, float | None]:
+    """All sizes that are timed on a device where a sample takes that long; None for a size that does not fit."""
+    timed: dict[int, float | None] = {}
+    while (size := next_size_to_time(config, timed)) is not None:
+        assert size not in timed
+        timed[size] = ms_per_sample(size)
+    return timed
+
+
+@pytest.mark.parametrize(
+    ("config", "fixed", "capacity", "sizes"),
+    [
+        # doublings and the initial size, then halves of the interval that holds the efficient size, 448
+        (CONFIG, 100, 512, [32, 64, 96, 128, 256, 512, 384, 448, 416]),
+        (CONFIG, 0, 512, [32, 64, 96, 128, 256, 512]),
+        # the first size that does not fit ends the ladder
+        (CONFIG, 100, 300, [32, 64, 96, 128, 256, 512, 192, 224]),
+        (CONFIG, 100, 16, [32]),
+        (replace(CONFIG, start=32, maximum=32), 100, 512, [32]),
+        (replace(CONFIG, start=32, granularity=64, step_up=64, maximum=300), 0, 512, [32, 96, 160, 288]),
+    ],
+)
+def test_sizes_are_timed_by_doubling_and_then_around_the_efficient_one(config, fixed, capacity, sizes):
+    timed = timed_sizes(config, lambda size: 1.0 + fixed / size if size <= capacity else None)
+    assert list(timed) == sizes
+
+
+@given(config=batch_configs(), fixed=st.floats(0.0, 1e3), capacity=st.integers(1, 1024))
+def test_few_sizes_are_timed_and_all_of_the_ladder(config, fixed, capacity):
+    timed = timed_sizes(config, lambda size: 1.0 + fixed / size if size <= capacity else None)
+    assert timed.keys() <= set(ladder(config))
+    doublings = math.ceil(math.log2(ladder(config)[-1])) + 1
+    assert len(timed) <= 2 * doublings + 4
+    fits = [size for size, ms in timed.items() if ms is not None]
+    assert (config.minimum in fits) == (config.minimum <= capacity)
+
+
+def test_the_size_found_is_efficient_and_one_an_eighth_of_its_interval_smaller_is_not():
+    timed = timed_sizes(replace(CONFIG, maximum=8192), lambda size: 1.0 + 100 / size)
+    best = min(timed.values())
+    efficient = min(size for size, ms in timed.items() if best >= EFFICIENT_SHARE * ms)
+    assert len(timed) == 13
+    exact = min(size for size in range(32, 8193, 32) if best >= EFFICIENT_SHARE * (1.0 + 100 / size))
+    assert exact <= efficient <= exact * 1.13
 
 
 @pytest.mark.parametrize(

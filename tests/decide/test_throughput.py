@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.decide.build import BF16, FP16, FP32, Machine, Run, apply_failed, codes, memory_of
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import ControlState, Decision
+from triaccel_ray.decide.throughput import EFFICIENT_SHARE, efficient_size
 from triaccel_ray.records.plan import Plan, Precision, ReasonCode
 from triaccel_ray.records.signals import LayerSignal, NoiseSignal
 
@@ -197,6 +198,27 @@ class Graphs(Loop):
     def sizes(self, num_ticks: int = 12) -> list[int]:
         sizes = [self.plan.batch_size, *(decision.plan.batch_size for decision in self.run(num_ticks))]
         return [size for size, _ in groupby(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("ms_per_sample", "size"),
+    [
+        ({32: 1.0}, 32),
+        ({32: 1.0, 64: 0.97}, 32),
+        ({32: 1.0, 64: 0.969}, 64),
+        ({64: 0.5, 32: 1.0, 128: 0.49, 256: 0.6}, 64),
+        ({32: 1.0, 64: 2.0, 128: 3.0}, 32),
+    ],
+)
+def test_the_smallest_size_close_to_the_best_is_efficient(ms_per_sample, size):
+    assert efficient_size(ms_per_sample) == size
+
+
+@given(times=st.dictionaries(st.integers(1, 4096), st.floats(1e-3, 1e3), min_size=1))
+def test_an_efficient_size_is_as_fast_as_asked_and_no_smaller_one_is(times):
+    size, shortest = efficient_size(times), min(times.values())
+    assert shortest >= EFFICIENT_SHARE * times[size]
+    assert all(shortest < EFFICIENT_SHARE * ms for smaller, ms in times.items() if smaller < size)
 
 
 def test_a_batch_is_doubled_and_then_grows_to_the_smallest_efficient_size():

@@ -28,6 +28,7 @@ from tests.service.own_task import CONTROL, RECIPE
 from triaccel_ray.trainables.task import Purpose, Splits, Task
 from triaccel_ray.data.sources import TensorSource
 
+FITS = [32]  # samples that pass at once through the model of InParts, while it trains
 READS = []  # (purpose, index) of every held-out sample that was read
 READ = Path(__file__).with_name("read.txt")  # numbers of test samples of Guarded that were read, by any process
 DATA = Path(__file__).with_name("data.txt")  # what for the samples of Guarded were read, by any process
@@ -185,6 +186,21 @@ class TooLarge(Blobs):
 
     def model(self):
         return Failing(torch.OutOfMemoryError("not even one sample fits"))
+
+
+class Narrow(Failing):
+    def forward(self, inputs):
+        if self.training and len(inputs) > FITS[0]:
+            raise self.error
+        return self.linear(inputs)
+
+
+class InParts(Blobs):
+    # as many samples as FITS says pass at once
+    name = "in-parts"
+
+    def model(self):
+        return Narrow(torch.OutOfMemoryError("no more samples fit"))
 
 
 class HugeModel(Blobs):

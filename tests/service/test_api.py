@@ -23,11 +23,11 @@ from tests.service.search_folder import simulated_search
 from tests.service.stores import runs
 from tests.service.test_help import help_of, options_in
 from tests.service.waiting import wait_until
-from triaccel_ray import Report, RunFailedError, compare, run, search
+from triaccel_ray import Report, RunFailedError, compare, run, search, tune_batch
 from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.parsing import parse
-from triaccel_ray.service.cli.specs import Compare, Run, Search
+from triaccel_ray.service.cli.specs import Compare, Run, Search, TuneBatch, word_of
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.storage.layout import EVENTS
@@ -36,7 +36,7 @@ from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.registry import name_of
 
 MODULE_NAME = "tasks_of_a_notebook"
-FUNCTIONS = {Run: run, Search: search, Compare: compare}
+FUNCTIONS = {Run: run, Search: search, Compare: compare, TuneBatch: tune_batch}
 QUICK: dict[str, Any] = {"epochs": 1, "device": "cpu"}
 
 
@@ -45,7 +45,7 @@ def test_keywords_are_the_options_of_the_command(
     command: type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, *keywords = inspect.signature(FUNCTIONS[command]).parameters.values()
-    word = command.__name__.lower()
+    word = word_of(command)
     options = options_in(help_of(word, capsys, monkeypatch)) - {"--help"}
     assert {f"--{each.name.rstrip('_').replace('_', '-')}" for each in keywords} == options
     assert task.name == "task"
@@ -88,6 +88,7 @@ MISTAKES: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
     (run, "digits", {"storage_path": 3}, ValueError, "storage_path = 3: must be a str"),
     (search, "digits", {"also": "alpha"}, ValueError, "also = 'alpha': must be a list"),
     (search, "digit", {}, ValueError, "task = 'digit': no such task, did you mean digits"),
+    (tune_batch, "digits", {"batchmax": 3}, TypeError, r"tune_batch\(\) got an unexpected .* did you mean batch_max\?"),
     (run, 3, {}, TypeError, "task = 3: must be a name, such as 'digits', or a class derived from Task"),
     (run, Local.Inner, {}, ValueError, "is defined inside of a function or class"),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,16 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("compare digits --methods ,", "methods = ''"),
     ("compare digits --methods amp,amp", "each once"),
     ("compare digits --methods amp,fixed", "--fixed N adds the best of N fixed settings"),
+    # batch sizes
+    ("tune-batch digit", "did you mean digits"),
+    ("tune-batch digits --batch-min 512 --batch-max 256", "(batch_min, batch_size, batch_max) = (512, 96, 256)"),
+    ("tune-batch digits --batch-max 64", "(32, 96, 64): must be in ascending order"),
+    ("tune-batch digits --memory-budget 64MiB --device cpu", "memory budget = 64 MiB"),
+    ("tune-batch digits --method amp", "--method"),
+    ("tune-batch --from amp1", "--from = 'amp1': was trained by amp, without the engine that is timed"),
+    ("tune-batch", "`triaccel tune-batch TASK`"),
+    ("tune-bach digits", "did you mean tune-batch?"),
+    ("run digits --method tune-batch", "--method"),
     # stores, experiments, ports
     *((f"run digits --experiment {name}", "must name an MLflow experiment") for name in ("''", "a" * 201, "\x1b[2J")),
     *((f"{each} --tracking-uri ''", "tracking uri = ''") for each in ("search digits", "resume run1", "ui")),
@@ -103,11 +114,13 @@ MESSAGES: tuple[tuple[str, str], ...] = (
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A storage folder with a good run and several damaged ones, for all cases: none touches it."""
     folder = tmp_path_factory.mktemp("project") / "storage"
-    for name in ("run1", "badlog", "badspec", "badsearch", "badtrials", "badcomparison", "empty"):
+    for name in ("run1", "amp1", "badlog", "badspec", "badsearch", "badtrials", "badcomparison", "empty"):
         (folder / name).mkdir(parents=True)
     for name in ("run1", "badlog", "badspec"):
         (folder / name / SPEC).write_text(json.dumps(encode(RUN_SPEC)))
         SimulatedRun(folder / name).complete(epochs=1)
+    (folder / "amp1" / SPEC).write_text(json.dumps(encode(replace(RUN_SPEC, method="amp"))))
+    SimulatedRun(folder / "amp1").complete(epochs=1)
     SimulatedRun(folder.parent / "own").complete(epochs=1)
     (folder / "badlog" / "events.jsonl").write_text("this is not an event\n")
     (folder / "badspec" / SPEC).write_text("{")

@@ -18,7 +18,7 @@ import torch
 
 from tests.build import same
 from tests.service.own_task import own_spec, write_module
-from tests.service.stores import Recorded, runs
+from tests.service.stores import Recorded, history, runs
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.events import End, Start, Tick, read_events
 from triaccel_ray.records.goal import Goal
@@ -127,6 +127,41 @@ def test_a_finished_run_is_shown_replayed_and_not_trained_again(
     assert "one is finished" in capsys.readouterr().out
     assert (trained / EVENTS).read_bytes() == before
     assert len([run for run in runs(desk.tracker, "triaccel-runs") if run.name == "one"]) == 1
+
+
+def test_batch_sizes_are_timed_and_the_efficient_one_is_trained_with(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert desk.type("tune-batch", "digits", "--name", "sizes", "--device", "cpu", "--batch-max", "128") == 0
+    said = capsys.readouterr()
+    run = read_run(desk.storage / "sizes")
+    timed = {each.batch_size: each for each in run.throughputs}
+    assert list(timed) == [32, 64, 96, 128]
+    assert all(each.step_ms is not None and each.num_steps >= 10 for each in timed.values())
+    assert run.end is not None
+    size = int(run.end.results["batch_size"])
+    assert f"A batch of {size} is efficient" in said.out
+    assert all(f"batch {each}, memory" in said.err for each in timed)
+    assert (desk.storage / "sizes" / "figures" / "batch_sizes.png").exists()
+
+    (recorded,) = [each for each in runs(desk.tracker, "triaccel-runs") if each.name == "sizes"]
+    assert [step for step, _, _ in history(desk.tracker, recorded.id, "samples_per_second")] == list(timed)
+    assert {EVENTS, "report.html", "figures/batch_sizes.png"} <= desk.artifacts(recorded)
+
+    before = (desk.storage / "sizes" / EVENTS).read_bytes()
+    assert desk.type("report", "sizes") == 0
+    assert f"A batch of {size} is efficient" in capsys.readouterr().out
+    assert desk.type("resume", "sizes") == 0
+    assert "sizes is finished" in capsys.readouterr().out
+    assert (desk.storage / "sizes" / EVENTS).read_bytes() == before
+
+    (pasted,) = [line for line in said.out.splitlines() if line.startswith("triaccel run")]
+    spec = run_of(parse(shlex.split(pasted)[1:]))
+    batch = spec.control.batch
+    assert (spec.method, spec.keep, batch.start, batch.enabled) == ("triaccel", "last", size, False)
+    assert spec.recipe.lr == pytest.approx(run.end.results["lr"], rel=1e-3)
+    assert desk.type(*shlex.split(pasted)[1:], "--epochs", "1", "--name", "efficient") == 0
+    assert read_run(desk.storage / "efficient").epochs[-1].batch_size == size
 
 
 def test_a_search_end_to_end(desk: Desk, own: str, capsys: pytest.CaptureFixture[str]) -> None:

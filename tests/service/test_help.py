@@ -13,8 +13,9 @@ from triaccel_ray.service.cli.parsing import parse
 from triaccel_ray.service.cli.specs import Submit
 from triaccel_ray.service.runs.methods import METHODS
 
-COMMANDS = ("run", "search", "compare", "report", "replay", "resume", "ui", "doctor", "submit", "jobs", "logs", "stop")
-WITH_MANY = ("run", "search", "compare", "replay")
+TRAINING = ("run", "search", "compare", "tune-batch")
+COMMANDS = (*TRAINING, "report", "replay", "resume", "ui", "doctor", "submit", "jobs", "logs", "stop")
+WITH_MANY = (*TRAINING, "replay")
 SEARCHED = {"--tau-low", "--tau-high", "--rho-low", "--rho-high"}
 MEASURED = {"--t-ctrl", "--t-curv", "--b-curv", "--curvature"}
 
@@ -55,6 +56,7 @@ def test_help_is_short_and_help_all_has_the_rest(
         ("run", "run. Default: task, method and time."),
         ("search", "search. Default: task, space and time."),
         ("compare", "comparison. Default: task, comparison and time."),
+        ("tune-batch", "result. Default: task, tune-batch and time."),
     ],
 )
 def test_help_tells_the_name_that_a_result_gets(
@@ -111,7 +113,9 @@ def test_every_method_is_explained_where_it_can_be_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = re.sub(r"[\s│]+", " ", help_of("run", capsys, monkeypatch)).replace("- ", "-")  # as it was not wrapped
-    assert all(f"{method}: {words}" in text for method, words in METHODS.items() if method != "probe")
+    assert all(
+        f"{method}: {words}" in text for method, words in METHODS.items() if method not in ("probe", "tune-batch")
+    )
 
 
 def test_help_that_nobody_reads_to_its_end_says_nothing_else() -> None:

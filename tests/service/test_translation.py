@@ -16,8 +16,15 @@ from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.options import RUN_SETTINGS, repeat_command, settings_of_run, settings_text
 from triaccel_ray.service.cli.parsing import check, parse
-from triaccel_ray.service.cli.specs import Search
-from triaccel_ray.service.cli.translation import comparison_of, replayed_control, run_of, search_of, with_options
+from triaccel_ray.service.cli.specs import Search, TuneBatch
+from triaccel_ray.service.cli.translation import (
+    comparison_of,
+    replayed_control,
+    run_of,
+    search_of,
+    tuning_of,
+    with_options,
+)
 from triaccel_ray.service.compare.comparison import COMPARISON
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.runs.spec import RunSpec
@@ -245,3 +252,24 @@ def test_options_that_break_a_rule_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             typed("run", "digits", *words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        ("", (32, 96, 256)),
+        ("--batch-size 128", (32, 128, 256)),
+        ("--batch-size 100", (36, 100, 256)),
+        ("--batch-size 16", (16, 16, 256)),
+        ("--batch-size 128 --batch-min 64 --batch-max 512", (64, 128, 512)),
+    ],
+)
+def test_batch_sizes_are_timed_from_the_smallest_of_the_task_whatever_the_first(
+    words: str, sizes: tuple[int, int, int]
+) -> None:
+    command = parse(["tune-batch", "digits", *words.split()])
+    assert isinstance(command, TuneBatch)
+    spec = tuning_of(command)
+    batch = spec.control.batch
+    assert (batch.minimum, batch.start, batch.maximum) == sizes
+    assert (spec.method, spec.keep, spec.purpose) == ("tune-batch", None, Purpose.SEARCH)

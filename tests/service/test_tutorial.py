@@ -17,8 +17,8 @@ from triaccel_ray.service.runs.record import read_run
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
 TAKES_LONG = ("search", "compare")
 """Tested in test_end_to_end.py, with a task of one's own too; test_documents.py parses them."""
-JOINS_RAY = ("doctor", "run", "search")
-TRAINS = ("run", "search")
+JOINS_RAY = ("doctor", "run", "search", "tune-batch")
+TRAINS = ("run", "search", "tune-batch")
 
 
 def fenced_blocks() -> list[tuple[str, str]]:

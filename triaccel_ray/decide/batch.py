@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from triaccel_ray.config import BatchConfig
+from triaccel_ray.decide.throughput import efficient_size
 from triaccel_ray.records.plan import Fault, FaultKind, Plan, Reason, ReasonCode
 from triaccel_ray.records.signals import MemorySignal, NoiseSignal, Observation
 from triaccel_ray.records.state import BatchState, Change
@@ -15,6 +16,10 @@ from triaccel_ray.records.state import BatchState, Change
 GIB = 2.0**30
 _SMALLEST_SPLIT = 4
 """Smaller micro-batches are not split just for speed: batch normalization cannot take single samples."""
+
+
+_MAX_REFINEMENTS = 3
+"""Batch sizes that are timed between two doublings: each halves the interval that holds the efficient size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,41 @@ class BatchDecision:
 def ladder(config: BatchConfig) -> tuple[int, ...]:
     """Returns all batch sizes that can occur, in ascending order."""
     return tuple(range(config.minimum, config.maximum + 1, config.granularity))
+
+
+def next_size_to_time(config: BatchConfig, timed: Mapping[int, float | None]) -> int | None:
+    """Returns which size of the ladder to time next, to find the efficient one; None if that is found.
+
+    First the initial size and those that double from the smallest one, in ascending order, up to the first that does
+    not fit. Then sizes between the smallest efficient one (`efficient_size`) and the next smaller one, by bisection.
+
+    Args:
+        config: the ladder of batch sizes.
+        timed: batch size -> milliseconds per sample; None for a size that does not fit.
+    """
+    sizes = ladder(config)
+    ms_per_sample = {size: ms for size, ms in timed.items() if ms is not None}
+    coarse = _coarse_sizes(config)
+    if len(ms_per_sample) == len(timed):
+        following = next((size for size in coarse if size not in timed), None)
+        if following is not None:
+            return following
+    if not ms_per_sample or len(timed.keys() - set(coarse)) >= _MAX_REFINEMENTS:
+        return None
+    efficient = efficient_size(ms_per_sample)
+    below = max((size for size in ms_per_sample if size < efficient), default=efficient)
+    between = [size for size in sizes if below < size < efficient and size not in timed]
+    return between[len(between) // 2] if between else None
+
+
+def _coarse_sizes(config: BatchConfig) -> list[int]:
+    """Returns the initial size, the smallest, the largest, and sizes that at most double in between, ascending."""
+    sizes = ladder(config)
+    doubling = [sizes[0]]
+    while doubling[-1] < sizes[-1]:
+        larger = [size for size in sizes if size > doubling[-1]]
+        doubling.append(max((size for size in larger if size <= 2 * doubling[-1]), default=larger[0]))
+    return sorted({*doubling, config.start})
 
 
 def retreat(config: BatchConfig, observation: Observation, state: BatchState) -> BatchDecision | None:

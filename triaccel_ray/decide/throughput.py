@@ -16,8 +16,8 @@ _TOLERANCE = 0.25
 on a machine with other load."""
 _CAPTURED_TOLERANCE = 0.03
 """The same for a lower precision in captured steps, on a GPU, whose medians vary by less than 1 %."""
-_EFFICIENT_SHARE = 0.97
-"""A batch size is efficient if its samples per second reach this share of the largest size's (AccUDNN)."""
+EFFICIENT_SHARE = 0.97
+"""A batch size is efficient if its samples per second reach this share of the best size's (AccUDNN)."""
 _EXPECTED_SHARE = 0.2
 """Expected saving before a second batch size is timed, as a share of what the largest size would save if steps took
 the same time at any size."""
@@ -85,7 +85,7 @@ def size_that_pays(
     """Returns which of `sizes` the batch should grow to; a reason if none of them saves more time than it costs.
 
     `sizes` are those that fit, in ascending order, all above the current one. A step's time is taken as affine in the
-    batch size, through the current size and another one. If the current size is not efficient (`_EFFICIENT_SHARE`), the
+    batch size, through the current size and another one. If the current size is not efficient (`EFFICIENT_SHARE`), the
     smallest efficient one is chosen, or the largest that fits. Until a second size is timed, at most twice the current
     one is chosen, and `_EXPECTED_SHARE` estimates what is saved. The saving is that on the samples left. The cost is
     that of the last growth; before the first, that of all new plans so far.
@@ -105,18 +105,23 @@ def size_that_pays(
         fixed_ms = _fixed_ms(Timing(batch_size=size, ms_per_sample=ms_per_sample), timing)
         shares = {each: (fixed_ms / size - fixed_ms / each) / ms_per_sample for each in (*sizes, largest)}
         potential, expected = shares[largest], "would"
-        is_efficient = (each for each in sizes if 1.0 - potential >= _EFFICIENT_SHARE * (1.0 - shares[each]))
-        chosen = next(is_efficient, sizes[-1])
+        chosen = min(efficient_size({each: 1.0 - share for each, share in shares.items()}), sizes[-1])
         saved_share = shares[chosen]
-    if potential <= 1.0 - _EFFICIENT_SHARE:
+    if potential <= 1.0 - EFFICIENT_SHARE:
         text = f"the largest batch would make steps only {potential:.1%} faster a sample"
-        return _hold(ReasonCode.HELD_COST, text, potential, 1.0 - _EFFICIENT_SHARE)
+        return _hold(ReasonCode.HELD_COST, text, potential, 1.0 - EFFICIENT_SHARE)
     saved_ms = saved_share * observation.samples_left * ms_per_sample
     cost_ms = observation.adapting_ms if state.growth_ms is None else state.growth_ms
     if saved_ms > cost_ms:
         return chosen
     text = f"a batch of {chosen} {expected} save {saved_ms / 1e3:.2g} s, and a new size costs {cost_ms / 1e3:.2g} s"
     return _hold(ReasonCode.HELD_COST, text, saved_ms, cost_ms)
+
+
+def efficient_size(ms_per_sample: Mapping[int, float]) -> int:
+    """Returns the smallest batch size whose samples per second reach `EFFICIENT_SHARE` of the best of these sizes."""
+    shortest = min(ms_per_sample.values())
+    return min(size for size, ms in ms_per_sample.items() if shortest >= EFFICIENT_SHARE * ms)
 
 
 def bar_undone(

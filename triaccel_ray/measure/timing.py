@@ -36,6 +36,11 @@ class StepTimer:
         self._spans: list[tuple[Any, Any]] = []
         self._num_to_skip = _NUM_FIRST_STEPS
 
+    @property
+    def num_timed(self) -> int:
+        """Number of steps timed since the last reading."""
+        return len(self._spans)
+
     def begin(self) -> None:
         """Marks the start of a step."""
         if self._last is None or self._device.type == "cpu":

@@ -16,7 +16,7 @@ from triaccel_ray.config import ControlConfig
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.durable import whole_file
 from triaccel_ray.records.goal import LOSS, Goal
-from triaccel_ray.records.plan import Applied
+from triaccel_ray.records.plan import Applied, Fault, Storage
 from triaccel_ray.records.signals import Observation
 from triaccel_ray.records.state import Decision
 
@@ -96,6 +96,29 @@ class Epoch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Steps of one batch size, timed by `triaccel tune-batch` with a new model and a fixed plan."""
+
+    batch_size: int
+    step_ms: float | None
+    """Median milliseconds of a step; None if the batch does not fit in memory."""
+    num_steps: int = 0
+    """Steps timed."""
+    peak_bytes: int
+    """Peak memory of the process on the device while this size was set up, warmed up and timed."""
+    num_micro_batches: int = 1
+    storage: Mapping[str, Storage] = field(default_factory=dict)
+    """`Plan.storage`."""
+    faults: tuple[Fault, ...] = ()
+    """Faults until the plan settled; they say, for example, why steps are not captured."""
+
+    @property
+    def ms_per_sample(self) -> float | None:
+        """Milliseconds per sample; None if the batch does not fit."""
+        return None if self.step_ms is None else self.step_ms / self.batch_size
+
+
+@dataclass(frozen=True, kw_only=True)
 class End:
     """Last record: how the run ended."""
 
@@ -124,8 +147,10 @@ class Interruption:
     """Epochs done at the point from which it continues."""
 
 
-Record: TypeAlias = Start | Tick | Epoch | End | Interruption
-_KINDS: Mapping[str, type[Record]] = {cls.__name__.lower(): cls for cls in (Start, Tick, Epoch, End, Interruption)}
+Record: TypeAlias = Start | Tick | Epoch | Throughput | End | Interruption
+_KINDS: Mapping[str, type[Record]] = {
+    cls.__name__.lower(): cls for cls in (Start, Tick, Epoch, Throughput, End, Interruption)
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The API for Python and notebooks: `run`, `search` and `compare`, each of which returns a `Report`."""
+"""The API for Python and notebooks: `run`, `search`, `compare` and `tune_batch`, each of which returns a `Report`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triaccel_ray.config import ControlConfig
 from triaccel_ray.service.cli.keywords import command_of, with_options_of
 from triaccel_ray.service.cli.options import DEFAULT_STORAGE, Where
 from triaccel_ray.service.cli.parsing import check
-from triaccel_ray.service.cli.specs import Compare, Run, Search, Trains
+from triaccel_ray.service.cli.specs import Compare, Run, Search, Trains, TuneBatch
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 if TYPE_CHECKING:
@@ -68,6 +68,19 @@ def compare(task: str | type[Task] | None = None, **options: Any) -> Report:
         RunFailedError: every run failed. If only some failed, messages and the report name them.
     """
     return _carried_out(command_of(Compare, task, options))
+
+
+@with_options_of(TuneBatch)
+def tune_batch(task: str | type[Task] | None = None, **options: Any) -> Report:
+    """Times batch sizes, and returns the report: `rows` has the sizes, `command` trains at the efficient one.
+
+    Options are those of `triaccel tune-batch --help-all`: `tune_batch("digits", batch_max=256)`. The rest is as in
+    `run`.
+
+    Raises:
+        RunFailedError: it failed; if out of memory, not even the smallest batch fits.
+    """
+    return _carried_out(command_of(TuneBatch, task, options))
 
 
 def _carried_out(command: Trains) -> Report:

@@ -61,6 +61,10 @@ def entry(job: Submission) -> list[str]:
             "search digits --storage-path 's3://bucket/runs?region=x' --tracking-uri http://host:5000",
             "search digits --name j --storage-path 's3://bucket/runs?region=x' --tracking-uri http://host:5000",
         ),
+        (
+            "tune-batch digits --batch-max 128",
+            "tune-batch digits --batch-max 128 --name j --storage-path {here}/triaccel-runs",
+        ),
         ("resume mine", "resume mine --storage-path {here}/triaccel-runs"),
         ("resume mine --storage-path s3://bucket/x", "resume mine --storage-path s3://bucket/x"),
         ("resume ./runs/mine", "resume {here}/runs/mine --storage-path {here}/triaccel-runs"),
@@ -110,7 +114,7 @@ def test_no_secret_of_the_environment_travels(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("typed", "needle"),
     [
-        ("", "command = '': after -- comes one of run, search, compare, resume"),
+        ("", "command = '': after -- comes one of run, search, compare, tune-batch, resume"),
         ("report mine", "command = 'report'"),
         ("run digits --address 10.0.0.1:6379", "name the cluster before the --"),
         ("run digits --name a/b", "name = 'a/b'"),

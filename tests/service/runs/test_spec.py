@@ -30,6 +30,7 @@ PARTS = {
     "amp-best": (Precision.BF16, False, False),
     "engine-amp": (Precision.BF16, False, False),
     "fixed": (Precision.BF16, False, False),
+    "tune-batch": (Precision.BF16, False, False),
     "probe": (Precision.BF16, True, False),
     "dynamic-batch": (Precision.FP32, False, True),
     "dynamic-precision": (None, False, False),

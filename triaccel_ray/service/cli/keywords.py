@@ -16,6 +16,7 @@ import tyro
 from triaccel_ray.config import require
 from triaccel_ray.records.codec import decode
 from triaccel_ray.service.cli.options import is_group
+from triaccel_ray.service.cli.specs import word_of
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.registry import name_of
 
@@ -93,7 +94,7 @@ def command_of(command: type[C], task: Any, options: Mapping[str, Any]) -> C:
     """
     known = {each.name: each for each in keywords(command)}
     for name in options.keys() - known.keys():
-        function = command.__name__.lower()
+        function = word_of(command).replace("-", "_")
         close = difflib.get_close_matches(name, known, n=1)
         meant = f", did you mean {close[0]}?" if close else ";"
         rule = f"got an unexpected keyword argument {name!r}{meant} help({function}) lists all options"
@@ -133,7 +134,7 @@ def file_options(command: type, path: Path, beside: Collection[str]) -> dict[str
         raise ValueError(f"config = {str(path)!r}: is no TOML file: {error}") from error
     known = {each.name: each for each in keywords(command) if each.name not in ("config", "from_")}
     known["task"] = Keyword(name="task", kind=str, default=None, is_size=False)
-    rule = f"no such option of this command in {path}; `triaccel {command.__name__.lower()} --help-all` lists all"
+    rule = f"no such option of this command in {path}; `triaccel {word_of(command)} --help-all` lists all"
     for name in values:
         require(name in known, "option", name, rule)
     read = {name: known[name].read(value) for name, value in values.items()}

@@ -15,7 +15,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from triaccel_ray.service.cli.settings import options, settings_of
 from triaccel_ray.service.compare.spec import ComparisonSpec
-from triaccel_ray.service.runs.methods import METHODS, PROBE
+from triaccel_ray.service.runs.methods import METHODS, PROBE, TUNE_BATCH
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.search.dimensions import dimensions
 from triaccel_ray.service.search.spec import SearchSpec
@@ -99,7 +99,7 @@ JobsAddress = Annotated[
 
 RUN_SETTINGS = {each.name: each for each in settings_of(RunSpec) if each.path[0] != "goal"}
 """Name of an option -> the field of a run that it sets."""
-_METHODS = tuple(name for name in METHODS if name != PROBE)
+_METHODS = tuple(name for name in METHODS if name not in (PROBE, TUNE_BATCH))
 _METHOD = replace(
     RUN_SETTINGS["method"],
     kind=Literal[_METHODS],
@@ -126,6 +126,11 @@ _IN_THE_LOG = {*_MEASURING, "clip_norm", "max_skipped_steps", "loss_scale", "los
 @options([_METHOD, RUN_SETTINGS["seed"], RUN_SETTINGS["target"], _KEEP, RUN_SETTINGS["register"]])
 class RunOptions:
     """Training method, seed, target, and which weights to keep."""
+
+
+@options(RUN_SETTINGS[name] for name in ("batch_min", "batch_max", "lr_rule", "seed"))
+class TuneBatchOptions:
+    """Batch sizes to time, and the rule for the learning rate of the chosen one."""
 
 
 @options([*(each for each in settings_of(SearchSpec) if each.path[0] != "base"), RUN_SETTINGS["trials_per_gpu"]])
@@ -157,6 +162,11 @@ class Thresholds:
 @options(each for each in _THRESHOLDS if each.name not in SEARCHED)
 class SearchThresholds:
     """Settings that the search keeps fixed. Defaults come from the task."""
+
+
+@options(RUN_SETTINGS[name] for name in ("precision", "allow_slow_precisions", "accumulate", "clip_norm"))
+class StepSettings:
+    """Settings of a step that nothing adapts. Defaults come from the task."""
 
 
 @options(each for each in _THRESHOLDS if each.name not in _IN_THE_LOG)

@@ -17,7 +17,7 @@ from triaccel_ray.config import require
 from triaccel_ray.service.cli.keywords import REPLACED_BY, file_options
 from triaccel_ray.service.cli.options import CHOICES, is_group
 from triaccel_ray.service.cli.settings import given
-from triaccel_ray.service.cli.specs import Command, Compare, Replay, Run, Search, Trains
+from triaccel_ray.service.cli.specs import Command, Compare, Replay, Run, Search, Trains, TuneBatch, word_of
 from triaccel_ray.service.credentials import without_credentials
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.registry import require_name
@@ -26,6 +26,7 @@ MOST_USED: Mapping[type, str] = {
     Run: "task from_ method name seed epochs lr batch_size memory_budget device storage_path",
     Search: "task from_ trials objective margin name seed epochs memory_budget device storage_path",
     Compare: "task from_ methods seeds ablation name epochs memory_budget device data_dir storage_path",
+    TuneBatch: "task from_ batch_min batch_max batch_size name memory_budget precision device storage_path",
     Replay: "name reasons tau_low tau_high rho_low rho_high tau_curv alpha storage_path",
 }
 """Command -> the options in its --help; --help-all shows all options. The other commands have few."""
@@ -48,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> Command:
             sys.stdout.write(f"triaccel {number}\n")
             sys.exit(0)
         command = [word for word in own_words[:1] if not word.startswith("-")]
-        known = [kind.__name__.lower() for kind in get_args(Command)]
+        known = [word_of(kind) for kind in get_args(Command)]
         for name in command:
             close = difflib.get_close_matches(name, known, n=1)
             meant = f", did you mean {close[0]}?" if close else ";"
@@ -110,7 +111,7 @@ def check(command: Any) -> None:
     if not isinstance(command, Trains):
         return
     named = [name for name in (command.task, command.source.from_) if name is not None]
-    word = type(command).__name__.lower()
+    word = word_of(type(command))
     rule = f"give either: `triaccel {word} TASK`, or `triaccel {word} --from NAME` to repeat what has this name"
     require(len(named) == 1, "TASK, --from", (command.task, command.source.from_), rule)
     if command.task is not None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import sys
 from dataclasses import MISSING
 
-from triaccel_ray.service.cli.options import CompareOptions, RunOptions, SearchOptions, Thresholds, Training
+from triaccel_ray.service.cli.options import (
+    CompareOptions,
+    RunOptions,
+    SearchOptions,
+    Thresholds,
+    Training,
+    TuneBatchOptions,
+)
 from triaccel_ray.service.cli.settings import Setting, worded
 
 HEAD = """# Options
@@ -20,7 +27,8 @@ TITLES = {
     RunOptions: "`triaccel run`",
     SearchOptions: "`triaccel search`",
     CompareOptions: "`triaccel compare`",
-    Training: "How to train: `run`, `search`, `compare`",
+    TuneBatchOptions: "`triaccel tune-batch`",
+    Training: "How to train: `run`, `search`, `compare`, `tune-batch`",
     Thresholds: "The control loop: `run`, `search`, `compare`, `replay`",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias
 
@@ -21,9 +22,11 @@ from triaccel_ray.service.cli.options import (
     SearchOptions,
     SearchThresholds,
     Source,
+    StepSettings,
     TaskName,
     Thresholds,
     Training,
+    TuneBatchOptions,
     Where,
 )
 
@@ -87,6 +90,17 @@ class Compare(Trains):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TuneBatch(Trains):
+    """Time batch sizes, and find the smallest with 97 % of the best samples per second."""
+
+    main: Flat[TuneBatchOptions] = field(default_factory=TuneBatchOptions)
+    name: Name = None
+    """Name of the result. Default: task, tune-batch and time."""
+    experiment: Experiment = "triaccel-runs"
+    thresholds: Flat[StepSettings] = field(default_factory=StepSettings)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """Show the tables of a run, search or comparison, and write pictures and a page to its folder."""
 
@@ -140,7 +154,7 @@ class Doctor:
 
 @dataclass(frozen=True, kw_only=True)
 class Submit:
-    """Submit a run, search, comparison or resume as a job of a Ray cluster."""
+    """Submit a run, search, comparison, tune-batch or resume as a job of a Ray cluster."""
 
     words: tyro.conf.Positional[
         Annotated[tuple[str, ...], tyro.conf.arg(metavar="-- COMMAND ...", help=SUBMIT_HELP, help_behavior_hint="")]
@@ -177,4 +191,11 @@ class Stop:
     address: JobsAddress = None
 
 
-Command: TypeAlias = Run | Search | Compare | Report | Replay | Resume | Ui | Doctor | Submit | Jobs | Logs | Stop
+Command: TypeAlias = (
+    Run | Search | Compare | TuneBatch | Report | Replay | Resume | Ui | Doctor | Submit | Jobs | Logs | Stop
+)
+
+
+def word_of(command: type) -> str:
+    """Returns the word that stands for the command after `triaccel`, such as tune-batch for `TuneBatch`."""
+    return re.sub("(?<=[a-z])(?=[A-Z])", "-", command.__name__).lower()

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from triaccel_ray.config import ControlConfig, require
-from triaccel_ray.service.cli.options import RUN_SETTINGS
+from triaccel_ray.service.cli.options import RUN_SETTINGS, Where
 from triaccel_ray.service.cli.settings import changed, given
-from triaccel_ray.service.cli.specs import Compare, Replay, Run, Search, Trains
+from triaccel_ray.service.cli.specs import Compare, Replay, Run, Search, Trains, TuneBatch
 from triaccel_ray.service.compare.comparison import read_comparison
 from triaccel_ray.service.compare.spec import ComparisonSpec
+from triaccel_ray.service.runs.methods import TUNE_BATCH
 from triaccel_ray.service.runs.record import read_spec
 from triaccel_ray.service.runs.spec import RunSpec, run_spec
 from triaccel_ray.service.search.dimensions import dimensions
@@ -32,6 +33,8 @@ def spec_of(command: Trains) -> RunSpec | SearchSpec | ComparisonSpec:
         return search_of(command)
     if isinstance(command, Compare):
         return comparison_of(command)
+    if isinstance(command, TuneBatch):
+        return tuning_of(command)
     assert isinstance(command, Run)
     return run_of(command)
 
@@ -46,7 +49,9 @@ def run_of(command: Run) -> RunSpec:
     if command.source.from_ is None:
         base = _of_task(command.task, options)
     else:
-        base = replace(read_spec(find_run(command.source.from_, command.where)), trials_per_gpu=1, register=None)
+        base = _repeated(command.source.from_, command.where)
+        if base.method == TUNE_BATCH:  # to train at a batch size that was found
+            base = replace(base, method=RunSpec.method)
     is_final = command.final or base.purpose is Purpose.FINAL
     options.setdefault(("keep",), "last" if is_final else base.keep or "last")
     spec = with_options(base, {**options, ("purpose",): Purpose.FINAL if is_final else base.purpose})
@@ -57,6 +62,22 @@ def run_of(command: Run) -> RunSpec:
         rule = f"--method {spec.method} computes all layers alike; leave it out, or give --method triaccel"
         require(is_used, f"--{setting.option}", setting.shown(given_layers), rule)
     return spec
+
+
+def tuning_of(command: TuneBatch) -> RunSpec:
+    """Returns the spec of the run that times batch sizes; raises as `run_of`, or if --from names a baseline."""
+    options = {**given(command.main), **given(command.training), **given(command.thresholds)}
+    if command.source.from_ is None:
+        base = _of_task(command.task, options)
+    else:
+        base = _repeated(command.source.from_, command.where)
+        rule = f"was trained by {base.method}, without the engine that is timed; name a run of another method"
+        require(not base.is_baseline, "--from", command.source.from_, rule)
+    batch, start = base.control.batch, options.get(("control", "batch", "start"))
+    if start is not None:  # moves the smallest size to a rung below it, not along with it as in a run
+        rungs_below = max(start - batch.minimum, 0) // batch.granularity
+        options.setdefault(("control", "batch", "minimum"), start - rungs_below * batch.granularity)
+    return with_options(replace(base, method=TUNE_BATCH, purpose=Purpose.SEARCH, keep=None), options)
 
 
 def search_of(command: Search) -> SearchSpec:
@@ -139,6 +160,11 @@ def _with_control(control: ControlConfig, options: Given) -> ControlConfig:
         options.setdefault(("batch", "minimum"), start - rungs_below * step)
         options.setdefault(("batch", "maximum"), max(batch.maximum, start))
     return changed(control, options)
+
+
+def _repeated(name: str, where: Where) -> RunSpec:
+    """Returns the spec of the run called `name`, for one that repeats it: on a GPU of its own, with its own model."""
+    return replace(read_spec(find_run(name, where)), trials_per_gpu=1, register=None)
 
 
 def _split(command: Search | Compare) -> tuple[dict[tuple[str, ...], Any], dict[tuple[str, ...], Any]]:

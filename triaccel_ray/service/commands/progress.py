@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from triaccel_ray.measure.score import ACCURACY
-from triaccel_ray.records.events import End, Epoch, Interruption, LogError, Start, Tick, parse_event
+from triaccel_ray.records.events import End, Epoch, Interruption, LogError, Start, Throughput, Tick, parse_event
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service import console
@@ -42,6 +42,7 @@ class _Run:
 
     start: Start | None = None
     epoch: Epoch | None = None
+    throughput: Throughput | None = None
     end: End | None = None
     tick_line: bytes = b""
     """Last tick as text, parsed only when shown: ticks are many, and each names every layer."""
@@ -79,6 +80,13 @@ class _Run:
             seen = tick.observation
             done, batch, used_bytes = seen.epoch, tick.decision.plan.batch_size, seen.memory.window_peak_bytes
             rate = 1e3 * seen.plan.batch_size / seen.step_ms if seen.step_ms else rate
+        if self.throughput is not None:
+            ms, batch, used_bytes = (
+                self.throughput.ms_per_sample,
+                self.throughput.batch_size,
+                self.throughput.peak_bytes,
+            )
+            rate = 1e3 / ms if ms else 0.0
         limit_bytes = self.setting("memory_limit_bytes")
         memory = format_bytes(used_bytes)
         if limit_bytes:
@@ -88,7 +96,7 @@ class _Run:
             f"{done:.1f}/{self.setting('recipe.epochs')}" if done else "",
             f"{rate:,.0f}" if rate else "",
             str(batch or ""),
-            memory if done else "",
+            memory if used_bytes else "",
             " ".join(f"{levels[level]} {level.value}" for level in Precision if level in levels),
             "" if epoch is None else f"{epoch.train_loss:.4f}",
             "" if figures is None else goal.named(figures.metric),
@@ -178,8 +186,10 @@ class Progress:
                 run.start = record
             case Epoch():
                 run.epoch = record
+            case Throughput():
+                run.throughput = record
             case End():
-                run.end = record
+                run.end, run.throughput = record, None  # the size timed last is not the result
         key = hash((name, line))
         is_known = key in self._seen  # a truncated log is read again
         self._seen.add(key)
@@ -187,6 +197,8 @@ class Progress:
             return
         if isinstance(record, Interruption):
             self._print_line(f"{name}: {record.message}")
+        elif isinstance(record, Throughput):
+            self._print_line(self._row_as_text(run))
         elif isinstance(record, Epoch) and self._each_epoch:
             num_epochs = run.setting("recipe.epochs")
             interval = max(math.ceil(num_epochs / MAX_LINES), 1)

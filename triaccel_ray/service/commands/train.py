@@ -45,7 +45,7 @@ from triaccel_ray.service.report.report import View
 from triaccel_ray.service.report.run import view_run
 from triaccel_ray.service.report.search import view_search
 from triaccel_ray.service.runs.environment import require_budget
-from triaccel_ray.service.runs.methods import METHODS
+from triaccel_ray.service.runs.methods import METHODS, TUNE_BATCH
 from triaccel_ray.service.runs.record import read_if_begun, read_run, read_spec
 from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
@@ -214,6 +214,8 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
 
 
 def _write_settings(spec: RunSpec, folder: Path) -> None:
+    if spec.method == TUNE_BATCH:
+        return  # `triaccel run` cannot read this method
     with reporting_full_disk(folder):
         write_atomically(folder / SETTINGS, settings_text(spec))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from triaccel_ray.config import check_fields, knob, require
-from triaccel_ray.service.runs.methods import FIXED, METHODS, PROBE
+from triaccel_ray.service.runs.methods import FIXED, METHODS, PROBE, TUNE_BATCH
 from triaccel_ray.service.runs.spec import RunSpec
 
 ABLATION: Mapping[str, str] = {
@@ -40,7 +40,7 @@ class ComparisonSpec:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        known = [name for name in METHODS if name not in (FIXED, PROBE)]
+        known = [name for name in METHODS if name not in (FIXED, PROBE, TUNE_BATCH)]
         is_set = len(set(self.methods)) == len(self.methods) > 0
         require(is_set, "methods", ",".join(self.methods), f"must be one or more, each once, of {', '.join(known)}")
         for method in self.methods:

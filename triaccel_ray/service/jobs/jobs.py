@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from triaccel_ray.config import require
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.cli.parsing import check, expanded, parse
-from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search
+from triaccel_ray.service.cli.specs import Resume, Trains
 from triaccel_ray.service.cli.translation import spec_of
 from triaccel_ray.service.credentials import without_credentials
 from triaccel_ray.service.report.tables import Grid
@@ -27,7 +27,7 @@ from triaccel_ray.service.units import format_bytes
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails
 
-COMMANDS = ("run", "search", "compare", "resume")
+COMMANDS = ("run", "search", "compare", "tune-batch", "resume")
 """Commands that train; only these can be submitted to a cluster."""
 
 _CACHES = ("node_modules", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache")
@@ -130,12 +130,12 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
     )
 
 
-def _checked_command(words: Sequence[str]) -> Run | Search | Compare | Resume:
+def _checked_command(words: Sequence[str]) -> Trains | Resume:
     rule = f"after -- comes one of {', '.join(COMMANDS)}, as in `triaccel submit -- search digits --trials 8`"
     require(bool(words) and words[0] in COMMANDS, "command", " ".join(words[:1]), rule)
     command = parse(words)
     check(command)
-    assert isinstance(command, Run | Search | Compare | Resume)
+    assert isinstance(command, Trains | Resume)
     rule = "a job works on the cluster that runs it; name the cluster before the --"
     require(command.where.address in (None, "auto"), "address", command.where.address, rule)
     return command

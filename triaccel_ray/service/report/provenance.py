@@ -93,6 +93,7 @@ def run_notes(run: RunRecord) -> Iterator[str]:
             f"{num_dropped} captured steps were dropped"
         )
     faults = [fault for tick in run.ticks for fault in tick.observation.faults]
+    faults += [fault for each in run.throughputs for fault in each.faults]
     num_out_of_memory = sum(fault.kind is FaultKind.OUT_OF_MEMORY for fault in faults)
     if num_out_of_memory:
         yield f"{num_out_of_memory} times memory ran out; no sample was lost"

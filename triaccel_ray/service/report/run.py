@@ -8,11 +8,12 @@ from pathlib import Path
 from triaccel_ray.records.events import Epoch
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import RUN_SETTINGS, repeat_command, settings_text
+from triaccel_ray.service.report.batch_sizes import view_batch_sizes
 from triaccel_ray.service.report.figures import run_figures
 from triaccel_ray.service.report.provenance import TROUBLES, about, run_notes, trouble_lines, troubles
 from triaccel_ray.service.report.report import Section, View, write_page
 from triaccel_ray.service.report.tables import VIEWS_NOTE, Grid, joined, metric_headings, result_headings
-from triaccel_ray.service.runs.methods import METHODS
+from triaccel_ray.service.runs.methods import METHODS, TUNE_BATCH
 from triaccel_ray.service.runs.record import ONE_VIEW, OWN_CODE, RunRecord
 
 _TIME_NOTE = (
@@ -22,7 +23,9 @@ _TIME_NOTE = (
 
 
 def view_run(run: RunRecord) -> View:
-    """Returns the view of a run, its epochs and result; writes its figures and page."""
+    """Returns the view of a run, its epochs and result, or its batch sizes; writes its figures and page."""
+    if run.spec.method == TUNE_BATCH:
+        return view_batch_sizes(run)
     epochs, results = run_grid(run), run.end.results if run.end else {}
     return View(
         folder=run.folder,
@@ -41,6 +44,8 @@ def view_run(run: RunRecord) -> View:
 
 def write_run_page(run: RunRecord) -> Path:
     """Draws the figures, writes the page into the run's folder and returns its path."""
+    if run.spec.method == TUNE_BATCH:
+        return view_batch_sizes(run).page
     spec, results = run.spec, run.end.results if run.end else {}
     is_own = spec.task == OWN_CODE  # of which only the control loop's settings are known
     facts = {"method": f"{spec.method}: {METHODS[spec.method]}", "status": run.status}

@@ -11,6 +11,8 @@ PROBE: Final = "probe"
 """Name of the method that only searches use."""
 BASELINES: Final = ("fp32", "amp", "amp-best")
 """Methods without this product's engine."""
+TUNE_BATCH: Final = "tune-batch"
+"""Name of the method that times batch sizes; `triaccel tune-batch` alone uses it."""
 METHODS: Mapping[str, str] = {
     "fp32": "FP32, as a tutorial writes it",
     "amp": "automatic mixed precision, as a tutorial writes it",
@@ -22,6 +24,7 @@ METHODS: Mapping[str, str] = {
     "triaccel": "the full control loop",
     "paper": "the control loop by the paper's printed rules: no smoothing, no dwell time, nothing undone",
     "fixed": "one precision and batch size on this product's engine, nothing adapted",
+    "tune-batch": "the time of a step at each batch size, nothing adapted",
     "probe": "one low precision, statistics and curvature recorded, batch size and precision kept",
 }
 """Name of a training method -> its description."""

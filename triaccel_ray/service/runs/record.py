@@ -19,6 +19,7 @@ from triaccel_ray.records.events import (
     Record,
     Start,
     TakenOverError,
+    Throughput,
     Tick,
     read_events,
 )
@@ -45,6 +46,8 @@ class RunRecord:
     start: Start
     ticks: tuple[Tick, ...]
     epochs: tuple[Epoch, ...]
+    throughputs: tuple[Throughput, ...] = ()
+    """Batch sizes timed, in this order, by `triaccel tune-batch` alone."""
     end: End | None
     """None while the run trains, or if it was cut off."""
     interruptions: tuple[Interruption, ...] = ()
@@ -161,6 +164,7 @@ def read_run(folder: Path) -> RunRecord:
         start=start,
         ticks=tuple(record for record in records if isinstance(record, Tick)),
         epochs=tuple(record for record in records if isinstance(record, Epoch)),
+        throughputs=tuple(record for record in records if isinstance(record, Throughput)),
         end=next((record for record in reversed(records) if isinstance(record, End)), None),
         interruptions=tuple(record for record in records if isinstance(record, Interruption)),
     )

@@ -24,6 +24,8 @@ from ray import tune
 from triaccel_ray.measure.score import quality
 from triaccel_ray.records.events import End, LogError, TakenOverError
 from triaccel_ray.service.failures import RESULTS, DiskFullError, StoreError, cause_of, failed, write_traceback
+from triaccel_ray.service.runs.batch_tuner import BatchTuner
+from triaccel_ray.service.runs.methods import TUNE_BATCH
 from triaccel_ray.service.runs.objective import Figures, Objective, grace_epochs
 from triaccel_ray.service.runs.record import end_run, read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
@@ -65,7 +67,7 @@ class RunContext:
 
 
 class RunTrial(tune.Trainable):
-    """One run as a trial; each step trains one epoch.
+    """One run as a trial; each step trains one epoch, or times one batch size.
 
     Epochs already in the log, from a lost process or an interrupted search, are reported from there. So scheduler and
     sampler see every epoch, and no epoch that a checkpoint holds is trained twice.
@@ -147,11 +149,12 @@ class RunTrial(tune.Trainable):
         worker, shared = self._worker, self._context.shared
         if worker is None:
             splits = None if shared is None else shared.get()
-            worker = self._worker = Worker(self._spec, self._folder.path, splits)
+            kind = BatchTuner if self._spec.method == TUNE_BATCH else Worker
+            worker = self._worker = kind(self._spec, self._folder.path, splits)
             worker.resume()
             self._folder.push_soon()
         if not worker.finished:
-            worker.train_epoch()
+            worker.advance()
             began = time.monotonic()
             interval_s = began - self._saved_at + self._saving_s
             if worker.finished or self._saving_s <= max(NEGLIGIBLE_S, SAVING_SHARE * interval_s):

@@ -122,6 +122,10 @@ class Worker:
             self.log.append(replace(latest, message="; ".join([latest.message, goes_on, *notes]), epoch=epoch))
         return epoch
 
+    def advance(self) -> None:
+        """Does the next part of the work, an epoch; raises as `train_epoch`."""
+        self.train_epoch()
+
     def train_epoch(self) -> Epoch:
         """Trains one epoch, evaluates it on the validation samples (never on test samples), and returns its record.
 

@@ -1,7 +1,8 @@
 """Maps records of an event log to MLflow metrics, params and tags.
 
 Metrics of ticks and epochs are logged at the optimizer step, so that their curves share one axis. The metric `epoch`
-says which step ended which epoch. Final results are metrics named `final/...` at step 0.
+says which step ended which epoch. Metrics of a timed batch size are logged at that size. Final results are metrics
+named `final/...` at step 0.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from triaccel_ray.measure.score import BYTES_PER_GB
 from triaccel_ray.records.codec import encode
-from triaccel_ray.records.events import End, Epoch, Start, Tick
+from triaccel_ray.records.events import End, Epoch, Start, Throughput, Tick
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.runs.methods import BASELINES
 
@@ -29,21 +30,25 @@ _ILLEGAL = re.compile(r"[^\w.\- :/]")
 """Characters that MLflow does not allow in names."""
 
 
-def metrics_of(record: Tick | Epoch | End) -> dict[str, float]:
+def metrics_of(record: Tick | Epoch | Throughput | End) -> dict[str, float]:
     """Returns the metrics of one record, without values that were not measured. 1 GB is 10^9 bytes."""
     if isinstance(record, Tick):
         values = _tick_metrics(record)
     elif isinstance(record, Epoch):
         values = _epoch_metrics(record)
+    elif isinstance(record, Throughput):
+        values = _throughput_metrics(record)
     else:
         values = {f"{RESULT}{legal_name(name)}": value for name, value in record.results.items()}
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def step_of(record: Tick | Epoch | End) -> int:
-    """Returns the optimizer step that the record's metrics belong to."""
+def step_of(record: Tick | Epoch | Throughput | End) -> int:
+    """Returns the optimizer step that the record's metrics belong to; the batch size of a `Throughput`."""
     if isinstance(record, Tick):
         return record.observation.step
+    if isinstance(record, Throughput):
+        return record.batch_size
     return record.step if isinstance(record, Epoch) else 0
 
 
@@ -117,6 +122,16 @@ def _epoch_metrics(epoch: Epoch) -> dict[str, float | None]:
         "energy/joules": epoch.joules,
         "skipped_steps": epoch.num_skipped,
         "score": epoch.score,
+    }
+
+
+def _throughput_metrics(throughput: Throughput) -> dict[str, float | None]:
+    ms = throughput.ms_per_sample
+    return {
+        "samples_per_second": None if ms is None else 1e3 / ms,
+        "step_ms": throughput.step_ms,
+        "control/micro_batches": throughput.num_micro_batches,
+        "memory/peak_gb": throughput.peak_bytes / BYTES_PER_GB,
     }
 
 
