@@ -47,7 +47,7 @@ def test_captured_compiled_fused_and_eager_steps_compute_again_what_they_do_not_
     leanly: Any = {"weights": "split", "step_in_backward": True} if lean else {}
     found, peaks = [], []
     for checkpoints in (False, True):
-        config = fixed(level, activation_checkpointing=checkpoints, **execution)
+        config = fixed(level, activations="recompute" if checkpoints else "keep", **execution)
         model, data, loss = job(name)
         loop = loop_of(model, replace(config, every_steps=100, **leanly), sgd, data, loss=loss)
         run(loop, 8)
@@ -82,7 +82,13 @@ class Block(nn.Module):
     [
         ([64, 64, 64], 0.5, "auto", "activations of 1, 2 are kept", ""),  # of blocks that draw random numbers
         ([64, 64, 64], 0.5, "off", "activations of 1, 2 are kept", ""),
-        ([64, 128, 256], 0.0, "auto", "", "their activations are checkpointed"),  # else compiled as a whole
+        (
+            [64, 128, 256],
+            0.0,
+            "auto",
+            "",
+            "what becomes of their activations can be chosen",
+        ),  # else compiled as a whole
     ],
 )
 def test_what_a_captured_step_checkpoints_and_how_it_is_compiled(
@@ -91,7 +97,7 @@ def test_what_a_captured_step_checkpoints_and_how_it_is_compiled(
     torch.manual_seed(0)
     blocks = [Block(*pair, dropout) for pair in itertools.pairwise(widths)]
     model = nn.Sequential(nn.Linear(16, widths[0]), *blocks, nn.Linear(widths[-1], 10)).cuda()
-    config = fixed(Precision.BF16, activation_checkpointing=True, compile=compile_)
+    config = fixed(Precision.BF16, activations="recompute", compile=compile_)
     loop = loop_of(model, replace(config, every_steps=100), data=(torch.randn(512, 16), torch.randint(0, 10, (512,))))
     run(loop, 4)
     told = {fault.kind: fault.detail for fault in loop.tick().observation.faults}
