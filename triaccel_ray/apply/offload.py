@@ -215,7 +215,8 @@ class Offloading:
     ) -> Any:
         """Returns what `call` does; what it saves is to leave with `send`."""
         bundle = _Bundle(name, self._last)
-        near = {} if self._leaving is None else self._leaving.blocks  # still on the device, so addresses are unique
+        leaving = {} if self._leaving is None else self._leaving.blocks
+        near = {key: block for key, block in leaving.items() if block.source is not None}  # else its address is reused
 
         def pack(tensor: Tensor) -> Kept | _Moved:
             num_bytes = 0 if weights.include(tensor) else movable_bytes(tensor, self._device)
