@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.linear, self.gain = nn.Linear(width, width), nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.sigmoid(self.linear(x))
+        hidden = torch.sigmoid(torch.relu_(self.linear(x).mul_(2.0)))
         left, right = hidden.chunk(2, dim=1)
         return hidden * hidden + torch.cat([right, left], 1) * torch.cat([left.exp(), right], 1) * self.gain
 

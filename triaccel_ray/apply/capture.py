@@ -230,6 +230,8 @@ class StepCache:
         self.step.zero_grad()
         self._pool.release()
         if is_too_large:
+            if self.step.activations is not None:
+                self.step.activations.request_costs()
             self._too_large.add(key)  # until the pool is next released
             return _capture_fault(key, step, detail, FaultKind.CAPTURE_OUT_OF_MEMORY)
         self.enabled = False

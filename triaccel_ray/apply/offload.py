@@ -189,12 +189,14 @@ class Offloading:
         """Region that kept tensors because the host could not pin memory for them -> the error."""
         self._last: _Bundle | None = None
         self._leaving: _Bundle | None = None
+        self._has_copied = False
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Returns a context for one forward and backward pass."""
         self.arena.rewind()
         self._last = self._leaving = None
+        self._has_copied = False
         try:
             yield
         except BaseException:
@@ -310,6 +312,7 @@ class Offloading:
         if self._stream is None:
             yield
             return
+        self._has_copied = True
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # outside: inside, it would be itself
         with torch.cuda.stream(self._stream):
             yield
@@ -323,7 +326,7 @@ class Offloading:
 
     def _join(self) -> None:
         self._last = self._leaving = None
-        if self._stream is not None:
+        if self._stream is not None and self._has_copied:  # else a capture would wait for work outside of it
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 

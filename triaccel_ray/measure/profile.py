@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from triaccel_ray.measure.timing import synchronize
 from triaccel_ray.records.signals import MemoryProfile, RegionSignal
 
 _LINK_BYTES = (2**26, 2**22)
@@ -22,7 +23,7 @@ class ProfileMeter:
 
     def __init__(self, model: nn.Module, device: torch.device, costs: Costs) -> None:
         self._model, self._device, self._costs = model, device, costs
-        self._bandwidth: tuple[float, float] | None = None
+        self._bandwidth = 0.0, 0.0
 
     def read(self, batch_size: int) -> MemoryProfile | None:
         """Returns the profile for batches of this size; None while it is not known, or not needed.
@@ -32,7 +33,7 @@ class ProfileMeter:
         micro_batch_size, regions = self._costs(batch_size)
         if not regions:
             return None
-        if self._bandwidth is None:
+        if not all(self._bandwidth):
             self._bandwidth = link_bandwidth(self._device)
         to_host, to_device = self._bandwidth
         return MemoryProfile(
@@ -58,15 +59,16 @@ def link_bandwidth(device: torch.device) -> tuple[float, float]:
             on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         except RuntimeError:
             continue
-        return _bytes_per_ms(on_host, on_device), _bytes_per_ms(on_device, on_host)
+        return _bytes_per_ms(on_host, on_device, device), _bytes_per_ms(on_device, on_host, device)
     return 0.0, 0.0
 
 
-def _bytes_per_ms(target: Tensor, source: Tensor) -> float:
-    target.copy_(source, non_blocking=True)
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(_NUM_COPIES):
+def _bytes_per_ms(target: Tensor, source: Tensor, device: torch.device) -> float:
+    began = 0.0
+    for index in range(1 + _NUM_COPIES):  # the first one is not timed
+        if index == 1:
+            synchronize(device)
+            began = time.perf_counter()
         target.copy_(source, non_blocking=True)
-    torch.cuda.synchronize()
+    synchronize(device)
     return _NUM_COPIES * len(source) / (1e3 * (time.perf_counter() - began))
