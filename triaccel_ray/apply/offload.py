@@ -288,14 +288,13 @@ class Offloading:
         self._fetch(bundle)
         with excluding():
             self._wait(bundle.arrived)
-        bundle.is_used = True
+        bundle.is_used, bundle.blocks = True, {}  # from now on only the tensors in them hold the blocks
         if bundle.previous is not None:
             self._fetch(bundle.previous)
 
     def _fetch(self, bundle: _Bundle) -> None:
-        """Starts to copy the blocks back; from then on only the tensors in them hold them."""
+        """Starts to copy back what is not on the device; the bundle holds it until computation has waited for it."""
         blocks = [block for block in bundle.blocks.values() if block.source is None and block.memory is None]
-        bundle.blocks = {}
         if not blocks:
             return
         for block in blocks:
@@ -325,9 +324,9 @@ class Offloading:
             torch.cuda.current_stream(self._device).wait_event(event)
 
     def _join(self) -> None:
-        self._last = self._leaving = None
         if self._stream is not None and self._has_copied:  # else a capture would wait for work outside of it
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._last = self._leaving = None  # and with them what was fetched and never used
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
