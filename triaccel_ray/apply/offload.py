@@ -44,8 +44,9 @@ class RegionWeights:
         return cls(frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors), frozenset(both))
 
     def include(self, tensor: Tensor) -> bool:
-        """Returns whether `tensor` is a parameter or a buffer, or by its shape a copy of one in another dtype."""
-        return tensor.shape in self.shapes or tensor.untyped_storage().data_ptr() in self.storages
+        """Returns whether `tensor` is a parameter or a buffer, or by its shape a copy of one in low precision."""
+        is_copy = tensor.dtype in (torch.float16, torch.bfloat16) and tensor.shape in self.shapes
+        return is_copy or tensor.untyped_storage().data_ptr() in self.storages
 
 
 def movable_bytes(tensor: Tensor, device: torch.device) -> int:
