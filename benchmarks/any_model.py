@@ -5,7 +5,7 @@
     graph            the whole step, compiled, in one CUDA graph captured by hand: passes, gradients, optimizer
     loop             `ControlLoop` with its defaults at this batch size: a tick every 50 steps, curvature every 200
     bare             loop, without ticks, curvature and changes of precision
-    checkpointed     bare, with activation_checkpointing
+    checkpointed     bare, with activations="recompute"
     lean             bare, with weights="split" and step_in_backward
     lean-8bit        lean, with optimizer_state="8bit"
     flashoptim       `flashoptim.FlashAdamW` with gradient release, compiled, if that package is installed
@@ -192,7 +192,7 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
             every_steps=10**9, batch=config.batch, precision=PrecisionConfig(enabled=False),
             curvature=CurvatureConfig(enabled=False), weights="split" if method.startswith("lean") else "fp32",
             step_in_backward=method.startswith("lean"), optimizer_state="8bit" if method == "lean-8bit" else "fp32",
-            execution=ExecutionConfig(activation_checkpointing=method == "checkpointed"),
+            execution=ExecutionConfig(activations="recompute" if method == "checkpointed" else "keep"),
         )  # fmt: skip
     data = Samples(job) if isinstance(job.inputs, dict) else (job.inputs, job.targets)
     ticks: list[Any] = []

@@ -27,6 +27,7 @@ AmpPrecision = Literal["fp16", "bf16"]
 Compile = Literal["auto", "on", "off"]
 Weights = Literal["fp32", "split"]
 OptimizerState = Literal["fp32", "8bit"]
+Activations = Literal["auto", "keep", "recompute", "offload"]
 DataPlace = Literal["device", "host"]
 """Where training samples given as tensors are stored while a GPU trains on them."""
 
@@ -296,9 +297,9 @@ class ExecutionConfig(_Checked):
     recompute: bool = True
     """Whether a fused kernel's output that only one convolution reads is recomputed in the backward pass, if storing it
     would take memory. No effect if nothing is fused."""
-    activation_checkpointing: bool = False
-    """Whether blocks of the model store only their inputs and are recomputed in the backward pass: less memory, longer
-    steps. Captured steps do not checkpoint blocks that draw random numbers, such as dropout."""
+    activations: Activations = "auto"
+    """What becomes of the tensors that blocks of the model save for the backward pass. `auto`: kept while memory
+    suffices, else what costs the least time. `keep`, `recompute` from the blocks' inputs, `offload` to the host."""
     autotune: bool = False
     """Whether cuDNN benchmarks its algorithms for every new batch size and precision. This takes 1 to 4 seconds each
     and makes steps 2 to 7% faster. It pays off in runs of minutes at one batch size."""

@@ -19,6 +19,7 @@ from triaccel_ray.control.pending_tick import RECORD_AFTER, PendingTick
 from triaccel_ray.control.training import Training
 from triaccel_ray.data.sources import default_config
 from triaccel_ray.decide import ControlState, decide, initial_decision
+from triaccel_ray.measure.profile import ProfileMeter
 from triaccel_ray.measure.sensors import Sensors
 from triaccel_ray.measure.timing import StepTimer
 from triaccel_ray.model.layers import Loss
@@ -88,7 +89,10 @@ class ControlLoop(EpochLoop):
         """Optimizer steps done, including skipped ones, and ticks done."""
         try:
             self._epoch, self.timer = EpochProgress(self.device, training.loss_sums[0]), StepTimer(self.device)
-            self.sensors = Sensors(training.supported, training.moments, self.memory, self.timer, training.loss_sums[1])
+            profile = ProfileMeter(model, self.device, training.steps.step.region_costs)
+            self.sensors = Sensors(
+                training.supported, training.moments, self.memory, self.timer, training.loss_sums[1], profile
+            )
             self.sensors.record_faults(training.faults)
             first = initial_decision(self.config, training.supported)
             self.state, self._actuators = first.state, Actuators(first.plan, training.steps, training.pool)

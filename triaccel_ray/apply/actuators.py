@@ -7,7 +7,7 @@ from typing import Any
 from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.plan import Applied, Fault, FaultKind, Plan
+from triaccel_ray.records.plan import Applied, Fault, FaultKind, Plan, Storage
 
 
 class Actuators:
@@ -43,18 +43,24 @@ class Actuators:
         return Applied(plan=self.plan, faults=faults, evicted=evicted, adapt_ms=milliseconds)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the plan in force, its cost, and the number of micro-batches, which grows if a batch does not fit."""
+        """Returns the plan, its cost, and what changes if a batch does not fit: number of micro-batches and storage."""
         step = self._cache.step
-        micro_batches = [step.num_micro_batches, step.min_micro_batch_size]
-        return {"plan": encode(self.plan), "adapting_ms": self.adapting_ms, "micro_batches": micro_batches}
+        return {
+            "plan": encode(self.plan),
+            "adapting_ms": self.adapting_ms,
+            "micro_batches": [step.num_micro_batches, step.min_micro_batch_size],
+            "storage": encode(step.storage),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores and applies what `state_dict` returned."""
         self.plan = decode(Plan, state["plan"])
         self._put_in_force(self.plan)
         self._cache.step.set_num_micro_batches(*state["micro_batches"])
+        self._cache.step.set_storage({name: Storage(each) for name, each in state.get("storage", {}).items()})
         self._adapting_ms = state["adapting_ms"]
 
     def _put_in_force(self, plan: Plan) -> None:
         self._cache.step.precision.set(plan.precision)
+        self._cache.step.set_storage(plan.storage)
         self._cache.step.set_num_micro_batches(plan.num_micro_batches, plan.micro_batch_size)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from triaccel_ray.apply.region_recorder import RegionRecorder
 from triaccel_ray.apply.step import Step, StepOutcome
 from triaccel_ray.apply.step_in_backward import BucketedGradients
 from triaccel_ray.config import ExecutionConfig
@@ -20,7 +21,7 @@ from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.stream_pool import PooledStream
 from triaccel_ray.model.gradients import Gradients, has_hooks
 from triaccel_ray.model.pytree import map_tensors, tensors_in
-from triaccel_ray.records.plan import Fault, FaultKind
+from triaccel_ray.records.plan import Fault, FaultKind, Storage
 
 MAX_GRAPHS = 8
 """Captured steps kept at once. They share one memory pool: each costs a few MB at most, for kernel arguments."""
@@ -44,10 +45,13 @@ class _Key:
     batch_size: int
     num_micro_batches: int
     dtypes: tuple[torch.dtype, ...]
+    storage: tuple[tuple[str, Storage], ...] = ()
+    """Of the regions that do not keep what they save."""
 
     def __str__(self) -> str:
         parts = f" in {self.num_micro_batches} parts" if self.num_micro_batches > 1 else ""
         counts = Counter(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        counts.update(each.value for _, each in self.storage)
         return f"batch {self.batch_size}{parts}, " + ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
@@ -61,6 +65,8 @@ class _Captured(NamedTuple):
     """Input, in place of `indices`, of a graph whose batch comes from the host."""
     loss_sum: Tensor
     gradients: Gradients | BucketedGradients
+    recorder: RegionRecorder | None
+    """What each replay records; it owns events of the graph."""
 
 
 class _BatchesDifferError(RuntimeError):
@@ -70,8 +76,9 @@ class _BatchesDifferError(RuntimeError):
 class StepCache:
     """Runs training steps: the first of each kind eagerly, later ones as replays of a captured CUDA graph.
 
-    A kind is a batch size, a number of micro-batches and a precision plan. Learning rates, loss scale and counters are
-    read from the device. So a step is captured once, and each replay costs the host one launch.
+    A kind is a batch size, a number of micro-batches, a precision plan and the storage of activations. Learning rates,
+    loss scale and counters are read from the device. So a step is captured once, and each replay costs the host one
+    launch.
 
     The first step of a kind runs eagerly, so that libraries choose their kernels. Eager and captured steps never hold
     memory at the same time: an eager step on a GPU drops all graphs, which are captured again at their next use. If a
@@ -127,7 +134,7 @@ class StepCache:
         Raises:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
-        key = _Key(len(indices), self.step.num_micro_batches, self.step.precision.key)
+        key = _Key(len(indices), self.step.num_micro_batches, self.step.precision.key, tuple(self.step.storage.items()))
         with self.on_stream(), self._autotuning():
             if not self.enabled or key in self._too_large:
                 return self._run_eagerly(indices, loss_scale, step).faults
@@ -146,6 +153,8 @@ class StepCache:
             entry = self._entries[key]
             self._entries.move_to_end(key)
             entry.graph.replay()
+            if entry.recorder is not None and self.step.activations is not None and not entry.recorder.is_read:
+                self.step.activations.learn(entry.recorder, is_captured=True)
             if not self._update.is_capturable:
                 self._update.run(entry.loss_sum, key.batch_size, entry.gradients)
         return ()
@@ -190,12 +199,13 @@ class StepCache:
         obstacles = list(outcome.obstacles)
         if self._dependencies() != before:
             obstacles.append("the step puts other tensors in place of parameters or buffers, which a replay would not")
-        recomputation, compilation = self.step.recomputation, self.step.compilation
+        activations, compilation = self.step.activations, self.step.compilation
         if not obstacles:
-            kept = () if recomputation is None else recomputation.exclude_random(step)
+            kept = () if activations is None else activations.exclude_random(step)
             return (*outcome.faults, *kept)
-        if recomputation is None and compilation is not None and compilation.blocks:
+        if not self.step.storage and compilation is not None and compilation.blocks:
             compilation.compile_whole()  # compiled code between the blocks may avoid the obstacles
+            self.step.activations = None  # code that is compiled as a whole has no regions
             self._is_ready.clear()
             text = f"{compilation}: {'; '.join(obstacles)}"
             return (*outcome.faults, Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text))
@@ -220,6 +230,8 @@ class StepCache:
         self.step.zero_grad()
         self._pool.release()
         if is_too_large:
+            if self.step.activations is not None:
+                self.step.activations.request_costs()
             self._too_large.add(key)  # until the pool is next released
             return _capture_fault(key, step, detail, FaultKind.CAPTURE_OUT_OF_MEMORY)
         self.enabled = False
@@ -248,7 +260,7 @@ class StepCache:
         def work() -> None:
             gradients.begin(publishes=False)
             batches = self.step.batches(static_indices) if batch is None else iter([(key.batch_size, *batch)])
-            loss_sums.append(self.step.accumulate(batches, key.batch_size, loss_scale))
+            loss_sums.append(self.step.accumulate(batches, key.batch_size, loss_scale, is_captured=True))
             gradients.collect(weights.in_force, weights.sums)
             if self._update.is_capturable:
                 self._update.run(loss_sums[0], key.batch_size, gradients)
@@ -260,7 +272,7 @@ class StepCache:
             gradients.drop()
         self.step.zero_grad()
         self._captured_dependencies = self._dependencies()
-        self._entries[key] = _Captured(graph, static_indices, batch, loss_sums[0], gradients)
+        self._entries[key] = _Captured(graph, static_indices, batch, loss_sums[0], gradients, self.step.recorder)
         if len(self._entries) > MAX_GRAPHS:
             self._pool.synchronize()
             oldest, _ = self._entries.popitem(last=False)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from triaccel_ray.apply.activations import Activations
 from triaccel_ray.apply.compile import Compilation, first_paragraph, is_compile_error, is_compiled
 from triaccel_ray.apply.fuse import Fusion
 from triaccel_ray.apply.precision import LayerPrecision
-from triaccel_ray.apply.recompute import Recomputation
+from triaccel_ray.apply.region_recorder import RegionRecorder
 from triaccel_ray.apply.step_in_backward import StepInBackward
 from triaccel_ray.cuda.capture_checks import watched
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError, first_line, is_out_of_memory
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.model.layers import Loss, forward, restoring_buffers
 from triaccel_ray.model.pytree import cast_floating
-from triaccel_ray.records.plan import Fault, FaultKind
+from triaccel_ray.records.plan import Fault, FaultKind, Storage
+from triaccel_ray.records.signals import RegionSignal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +40,10 @@ class StepOutcome:
 class Step:
     """Computes the gradients of one batch; retries a batch that runs out of memory.
 
-    After an out-of-memory error, buffers and random states are restored, and the same samples are retried in twice as
-    many micro-batches. No sample is lost or counted twice. The number of micro-batches stays until it is set again. A
-    memory budget on a CPU, which the device does not enforce, is waived with a fault if no smaller batch would help.
+    After an out-of-memory error, buffers and random states are restored, and the same samples are retried: with every
+    region recomputed that can be, if the plan may choose so, then in twice as many micro-batches. No sample is lost or
+    counted twice. Storage and number of micro-batches stay until they are set again. A memory budget on a CPU, which
+    the device does not enforce, is waived with a fault if no smaller batch would help.
     """
 
     def __init__(
@@ -56,17 +59,19 @@ class Step:
         fusion: Fusion | None = None,
         compilation: Compilation | None = None,
         stepper: StepInBackward | None = None,
-        recomputation: Recomputation | None = None,
+        activations: Activations | None = None,
     ) -> None:
         """Stores the parts of a step; `check_memory` raises if the process exceeds its memory budget.
 
         `is_exceeded_at_rest` returns whether it does so without a batch in flight. `fusion` runs in place of `model`
         while it is valid (`Fusion.holds`), `compilation` until compiling fails. `stepper` consumes gradients as they
-        arrive. `recomputation` applies activation checkpointing to regions of the model.
+        arrive. `activations` stores what regions of the model save; None: it is kept.
         """
         self.model, self._loss, self.sampler, self.precision = model, loss, sampler, precision
         self.fusion, self.compilation, self.stepper = fusion, compilation, stepper
-        self.recomputation = recomputation
+        self.activations = activations
+        self.recorder: RegionRecorder | None = None
+        """What has recorded the first micro-batch of the last pass; None if nothing had to be recorded."""
         self._is_compiled_by_user = is_compiled(model) and compilation is None
         self._check_memory, self._release_memory = check_memory, release_memory
         self._is_exceeded_at_rest = is_exceeded_at_rest
@@ -82,6 +87,27 @@ class Step:
     def is_compiled(self) -> bool:
         """Whether passes run code from `torch.compile`, ours or the user's."""
         return self.compilation is not None or self._is_compiled_by_user
+
+    @property
+    def storage(self) -> Mapping[str, Storage]:
+        """Region -> what becomes of its saved tensors in a step; regions not named keep them."""
+        return {} if self.activations is None else self.activations.storage
+
+    def set_storage(self, storage: Mapping[str, Storage]) -> None:
+        """Sets what becomes of the tensors that regions save from now on; see `Activations.set`.
+
+        Raises:
+            KeyError: the model has no such region whose storage can be chosen.
+        """
+        if self.activations is not None:
+            self.activations.set(storage)
+        elif storage:
+            raise KeyError(f"regions {sorted(storage)} keep their tensors")
+
+    def region_costs(self, batch_size: int) -> tuple[int, tuple[RegionSignal, ...]]:
+        """Returns the size of a batch's micro-batches, and the regions' costs in a pass of one; empty if not known."""
+        size = -(-batch_size // self.num_micro_batches)
+        return size, () if self.activations is None else self.activations.signals(size, self.precision.key)
 
     def set_num_micro_batches(self, num_micro_batches: int, min_micro_batch_size: int = 1) -> None:
         """Sets the number of micro-batches that each batch is split into from now on.
@@ -100,7 +126,7 @@ class Step:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
         num_samples = len(indices)
-        planned = self.num_micro_batches, self.min_micro_batch_size
+        planned = self.num_micro_batches, self.min_micro_batch_size, self.storage
         obstacles: list[str] = []
         feature_faults: tuple[Fault, ...] = ()
         memory_faults: tuple[Fault, ...] = ()  # of the last attempt only
@@ -111,7 +137,7 @@ class Step:
             try:
                 parts = self.batches(indices)
                 loss_sum = self.accumulate(parts, num_samples, loss_scale, obstacles if watch else None)
-                faults = feature_faults + memory_faults
+                faults = feature_faults + memory_faults + self._learn(step)
                 return StepOutcome(
                     loss_sum=loss_sum, num_samples=num_samples, faults=faults, obstacles=tuple(obstacles)
                 )
@@ -119,7 +145,9 @@ class Step:
                 is_over_budget = isinstance(error, BudgetExceededError)
                 is_smallest = num_parts >= num_samples
                 disabled = self._disable_failed_feature(error, step)
-                if not disabled and (not is_out_of_memory(error) or (is_smallest and not is_over_budget)):
+                is_hopeless = not is_out_of_memory(error) or (is_smallest and not is_over_budget)
+                stores_less = not disabled and is_out_of_memory(error) and self._store_least()
+                if not disabled and is_hopeless and not stores_less:
                     raise
                 detail = first_line(error)
             # Outside the handler: the traceback no longer holds the attempt's tensors.
@@ -130,24 +158,42 @@ class Step:
             if disabled:
                 feature_faults += disabled
                 continue
-            if is_over_budget and (is_smallest or self._is_exceeded_at_rest()):
-                self.num_micro_batches, self.min_micro_batch_size = planned
+            if is_over_budget and ((is_smallest and not stores_less) or self._is_exceeded_at_rest()):
+                self.num_micro_batches, self.min_micro_batch_size = planned[:2]
+                self.set_storage(planned[2])
                 self._is_budget_waived = True
                 kind = FaultKind.BUDGET_EXCEEDED
                 memory_faults = (Fault(kind=kind, step=step, phase="forward_backward", detail=detail),)
                 continue
-            if num_parts >= min(self.num_micro_batches, num_samples):
-                self.num_micro_batches = min(2 * num_parts, num_samples)
-            self.min_micro_batch_size = 1
-            size = -(-num_samples // self.num_micro_batches)
+            if not stores_less:
+                if num_parts >= min(self.num_micro_batches, num_samples):
+                    self.num_micro_batches = min(2 * num_parts, num_samples)
+                self.min_micro_batch_size = 1
             fault = Fault.out_of_memory(
-                detail, step=step, phase="forward_backward", batch_size=num_samples, micro_batch_size=size
+                detail,
+                step=step,
+                phase="forward_backward",
+                batch_size=num_samples,
+                micro_batch_size=-(-num_samples // self._num_parts(num_samples)),
+                stores_least=self.activations is not None and self.activations.stores_least,
             )
             memory_faults = (fault,)
 
+    def _store_least(self) -> bool:
+        """Recomputes every region that can be, if that may be chosen; returns whether that changes anything."""
+        return self.activations is not None and self.activations.recompute_all()
+
+    def _learn(self, step: int) -> tuple[Fault, ...]:
+        """Keeps what the last pass has recorded of the regions; returns a fault if some can no longer be offloaded."""
+        if self.activations is None:
+            return ()
+        if self.recorder is not None:
+            self.activations.learn(self.recorder)
+        return self.activations.exclude_unpinned(step)
+
     def _disable_failed_feature(self, error: BaseException, step: int) -> tuple[Fault, ...]:
-        """Turns off the optional feature (checkpointing or compilation) that raised `error`; returns faults, if any."""
-        if self.recomputation is not None and (kept := self.recomputation.exclude_failed(error, step)):
+        """Turns off the optional feature (recomputation or compilation) that raised `error`; returns faults, if any."""
+        if self.activations is not None and (kept := self.activations.exclude_failed(error, step)):
             return kept
         if self.compilation is None or not is_compile_error(error) or is_out_of_memory(error):
             return ()
@@ -162,27 +208,34 @@ class Step:
         num_samples: int,
         loss_scale: Tensor,
         obstacles: list[str] | None = None,
+        *,
+        is_captured: bool = False,
     ) -> Tensor:
         """Accumulates the gradients of micro-batches of `num_samples` in all; returns the sum of their losses.
 
         Each of `batches` is a number of samples, their inputs and their targets.
 
         Launches only device work, provided that model, loss and data source do so. If `obstacles` is a list, reasons
-        why the pass cannot be captured in a CUDA graph are appended to it.
+        why the pass cannot be captured in a CUDA graph are appended to it. `is_captured` says that it is captured.
         """
         device = loss_scale.device
+        self.recorder = None
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         num_passed = 0
         if self.stepper is not None:
             self.stepper.attempt()
         for count, inputs, targets in batches:
-            module = self._forward_of(inputs)
+            recorder = None
+            if self.activations is not None and not num_passed:
+                recorder = self.activations.recorder(count, self.precision.key, is_captured=is_captured)
+                self.recorder = recorder
+            module = self._forward_of(inputs, is_divided=bool(self.storage) or recorder is not None)
             with contextlib.ExitStack() as around:
                 if obstacles is not None:
                     around.enter_context(watched(obstacles, device))
                 around.enter_context(self._compiling())
-                if self.recomputation is not None:
-                    around.enter_context(self.recomputation.in_force(module, self._recomputing))
+                if self.activations is not None:
+                    around.enter_context(self.activations.in_force(module, self._recomputing, recorder))
                 with self.precision.in_force():
                     outputs = cast_floating(forward(module, inputs), torch.float32)
                 with torch.autocast(device.type, enabled=False):
@@ -209,11 +262,11 @@ class Step:
         with self._compiling(), self.precision.promoting():
             yield
 
-    def _forward_of(self, inputs: Any) -> nn.Module:
-        """Returns the module to call with `inputs`: the model, or its fused or compiled form."""
+    def _forward_of(self, inputs: Any, *, is_divided: bool) -> nn.Module:
+        """Returns the module to call with `inputs`: the model, or its fused, divided or compiled form."""
         if self.fusion is not None and self.fusion.holds():
-            divided = None if self.recomputation is None else self.recomputation.divided
-            return self.fusion.module if divided is None else divided.module
+            divided = None if self.activations is None else self.activations.divided
+            return divided.module if divided is not None and is_divided else self.fusion.module
         return self.model if self.compilation is None else self.compilation.forward_of(inputs)
 
     def _require_memory(self) -> None:

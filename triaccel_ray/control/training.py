@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from triaccel_ray.apply.activations import Activations
 from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.apply.compile import Compilation, is_compiled
+from triaccel_ray.apply.divide import divide
 from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.apply.fused_optimizer import has_kernel
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer, watched_parameters
 from triaccel_ray.apply.precision import LayerPrecision, precisions_without_benefit, supported_precisions
-from triaccel_ray.apply.recompute import Recomputation, divide
 from triaccel_ray.apply.split_weights import SplitWeights
 from triaccel_ray.apply.step import Step
 from triaccel_ray.apply.step_in_backward import BucketedGradients, StepInBackward, buckets_of
@@ -35,7 +36,7 @@ from triaccel_ray.model.dry_run import require_working
 from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import Loss, find_layers, require_trainable, to_channels_last, weights_outside_layers
 from triaccel_ray.model.regions import find_regions, repeated_blocks
-from triaccel_ray.records.plan import Fault, FaultKind, Precision
+from triaccel_ray.records.plan import Fault, FaultKind, Precision, Storage
 
 
 class TrainingUpdate:
@@ -236,7 +237,7 @@ class Training:
             fusion=fusion,
             compilation=compilation,
             stepper=self._stepper,
-            recomputation=self._recomputation(fusion, compilation) if execution.activation_checkpointing else None,
+            activations=self._activations(fusion, compilation),
         )
         new_gradients = partial(Gradients, watched) if self._stepper is None else self._stepper.gradients
         return StepCache(step, update, new_gradients, self.pool, execution)
@@ -272,31 +273,45 @@ class Training:
         """Returns the blocks to compile one by one, empty to compile the whole model, and the reason."""
         if self._config.execution.compile == "on":
             return (), "as asked"
-        checkpoints = self._config.execution.activation_checkpointing
         blocks = repeated_blocks(self.model)
-        if blocks and host_waits and not checkpoints:
+        if blocks and host_waits and self._config.execution.activations in ("auto", "keep"):
             return (), f"between its blocks {host_waits[0]}"
         if blocks:
             return blocks, "its blocks repeat"
-        if checkpoints and (regions := find_regions(self.model)):
-            return tuple(regions.values()), "their activations are checkpointed"
+        if self._needs_regions and (regions := find_regions(self.model)):
+            return tuple(regions.values()), "what becomes of their activations can be chosen"
         return (), "no block of it repeats"
 
-    def _recomputation(self, fusion: Fusion | None, compilation: Compilation | None) -> Recomputation | None:
-        """Returns activation checkpointing of compiled blocks or model regions; None, with a note, if there is none."""
+    @property
+    def _needs_regions(self) -> bool:
+        """Whether activations are not to be kept, or may not be because memory is limited."""
+        chosen = self._config.execution.activations
+        return self.memory.has_budget if chosen == "auto" else chosen != "keep"
+
+    def _activations(self, fusion: Fusion | None, compilation: Compilation | None) -> Activations | None:
+        """Returns the storage of compiled blocks or model regions; None, with a note if one was asked for, without."""
+        if (chosen := self._config.execution.activations) == "keep":
+            return None
         regions = find_regions(self.model)
-        text = "the model has no blocks of several layers to checkpoint"
+        text = f"the model has no blocks of several layers to {chosen}"
         if compilation is not None and compilation.blocks:
             name_of = {module: name for name, module in self.model.named_modules()}
             regions = {name_of[block]: block for block in compilation.blocks}
         elif regions and (compilation is not None or is_compiled(self.model)):
             regions = {}
-            text = "blocks of compiled code cannot be checkpointed: give compile='auto', and compile nothing yourself"
-        divided = None if fusion is None else divide(self.model, fusion.module, list(regions))
-        recomputation = Recomputation(regions, divided)
-        if recomputation.regions:
-            return recomputation
-        self._note(FaultKind.ACTIVATIONS_KEPT, "checkpoint", text)
+            text = "blocks of compiled code keep their activations: give compile='auto', and compile nothing yourself"
+        activations = Activations(
+            regions,
+            self.device,
+            fixed=None if chosen == "auto" else Storage(chosen),
+            divide=None if fusion is None else lambda: divide(self.model, fusion.module, list(regions)),
+        )
+        if activations.regions:
+            if self.memory.has_budget:
+                activations.request_costs()
+            return activations
+        if chosen != "auto":
+            self._note(FaultKind.ACTIVATIONS_KEPT, "checkpoint", text)
         return None
 
     def _fuse(self) -> Fusion | None:

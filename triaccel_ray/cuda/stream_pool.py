@@ -29,10 +29,11 @@ class PooledStream:
         index = torch.cuda.current_device() if device.index is None else device.index
         idle = self._idle[index]
         try:
-            self._stream = idle.pop()
+            self.stream = idle.pop()
         except IndexError:
-            self._stream = torch.cuda.Stream(index)
-        weakref.finalize(self, idle.append, self._stream).atexit = False
+            self.stream = torch.cuda.Stream(index)
+        """The stream; it is another holder's once this object is gone."""
+        weakref.finalize(self, idle.append, self.stream).atexit = False
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -40,10 +41,10 @@ class PooledStream:
 
         Inside it, backward passes run in the calling thread.
         """
-        outside = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(outside)
+        outside = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(outside)
         try:
-            with torch.cuda.stream(self._stream), torch.autograd.set_multithreading_enabled(False):
+            with torch.cuda.stream(self.stream), torch.autograd.set_multithreading_enabled(False):
                 yield
         finally:
-            outside.wait_stream(self._stream)
+            outside.wait_stream(self.stream)

@@ -13,6 +13,7 @@ from torch import Tensor
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, largest_eigenvalues
 from triaccel_ray.measure.memory import MemoryMeter
 from triaccel_ray.measure.moments import GradientMoments
+from triaccel_ray.measure.profile import ProfileMeter
 from triaccel_ray.measure.timing import StepTimer
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.plan import Applied, Fault, Plan, Precision
@@ -44,13 +45,15 @@ class Sensors:
         memory: MemoryMeter,
         timer: StepTimer,
         losses: Tensor,
+        profile: ProfileMeter | None = None,
     ) -> None:
         """Takes the layers' names with the precisions that each supports, and the instruments.
 
-        Every step adds to `losses` (fp64 [2]: sum over the samples, number of samples); `read` resets it.
+        Every step adds to `losses` (fp64 [2]: sum over the samples, number of samples); `read` resets it. Without
+        `profile`, the model's regions have no costs.
         """
         self._layers, self.moments, self.memory, self.timer = layers, moments, memory, timer
-        self.losses = losses
+        self.losses, self._profile = losses, profile
         self._curvature: CurvatureEstimate | None = None
         self._faults: list[Fault] = []
 
@@ -96,6 +99,7 @@ class Sensors:
             plan=plan,
             layers=(),
             memory=self.memory.read(),
+            profile=None if self._profile is None else self._profile.read(plan.batch_size),
             faults=self.take_faults(),
         )
         values = copied_to_host(torch.cat(packed))

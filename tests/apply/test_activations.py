@@ -1,4 +1,4 @@
-"""Regions that are computed again: the same gradients, statistics and random numbers, for less memory."""
+"""Regions that are recomputed or offloaded: the same gradients, statistics and random numbers, for less memory."""
 
 from __future__ import annotations
 
@@ -13,21 +13,37 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from tests.apply.fusible import fused
 from tests.apply.test_split_weights import FIXED, IN_BF16
-from tests.build import BF16, FP16, FP32, RerunPool, cache_of, cross_entropy, gradients, loop_of, same, step_of, values
-from triaccel_ray.apply import step_in_backward
+from tests.build import (
+    BF16,
+    CPU,
+    FP16,
+    FP32,
+    RerunPool,
+    cache_of,
+    cross_entropy,
+    gradients,
+    loop_of,
+    same,
+    step_of,
+    values,
+)
+from triaccel_ray.apply import offload, step_in_backward
+from triaccel_ray.apply.activations import Activations
 from triaccel_ray.apply.compile import Compilation
-from triaccel_ray.apply.recompute import Recomputation, divide
+from triaccel_ray.apply.divide import divide
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import ControlConfig, ExecutionConfig
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.model.regions import find_regions
-from triaccel_ray.records.plan import FaultKind
+from triaccel_ray.records.plan import FaultKind, Storage
 from triaccel_ray.trainables.models import efficientnet_b0, resnet18
 
 ALL = ("blocks.0", "blocks.1", "blocks.2")
 SCALE = torch.ones(())
-CHECKPOINTED = ExecutionConfig(activation_checkpointing=True)
+KEPT = ExecutionConfig(activations="keep")
+CHECKPOINTED = ExecutionConfig(activations="recompute")
+OFFLOADED = ExecutionConfig(activations="offload")
 
 
 class Residual(nn.Module):
@@ -62,7 +78,7 @@ def images(num_samples: int = 12, size: int = 6) -> tuple[Tensor, Tensor]:
 
 def recomputing(model: nn.Module, data: Any = None) -> Step:
     step = step_of(model, data or images())
-    step.recomputation = Recomputation(find_regions(model))
+    step.activations = Activations(find_regions(model), CPU, fixed=Storage.RECOMPUTE)
     return step
 
 
@@ -138,16 +154,18 @@ def test_lists_autocast_and_numbers_of_the_host_are_the_same_the_second_time() -
 @pytest.mark.parametrize("config", [FIXED, replace(IN_BF16, step_in_backward=True)], ids=["fp32", "lean"])
 def test_trajectories_are_those_of_kept_activations(config: ControlConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_in_backward, "BUCKET_ELEMENTS", 30)
+    monkeypatch.setattr(offload, "MIN_BYTES", 64)
     found = []
-    for execution in (ExecutionConfig(), CHECKPOINTED):
+    for execution in (KEPT, CHECKPOINTED, OFFLOADED):
         loop, _ = loop_of(Network(), images(40), replace(config, execution=execution))
-        assert (loop._training.steps.step.recomputation is None) == (execution is not CHECKPOINTED)
+        assert len(loop._training.steps.step.storage) == (0 if execution is KEPT else 3)
         torch.manual_seed(1)
         for _ in range(6):
             loop.step()
         found.append((values(loop.model), float(loop.epoch_loss[0])))
         loop.close()
     assert same(found[0], found[1])
+    assert same(found[0], found[2])
 
 
 def saved_bytes(step: Step) -> int:
@@ -158,7 +176,7 @@ def saved_bytes(step: Step) -> int:
         held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    again = step.recomputation or Recomputation({})
+    again = step.activations or Activations({}, CPU)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), again.in_force(step.model, step._recomputing):
         step.model(images()[0]).sum()
     return sum(held.values())
@@ -197,12 +215,12 @@ def test_blocks_that_compute_something_else_when_called_again_are_kept() -> None
         return nn.Sequential(nn.Conv2d(3, 4, 6), *blocks, nn.Flatten())
 
     kept, step = step_of(model(), images()), recomputing(model())
-    assert len(step.recomputation.regions) == 2
+    assert len(step.activations.storage) == 2
     for each in (kept, step):
         outcome = each.run(torch.arange(12), SCALE, step=0)
     (fault,) = outcome.faults
     assert (fault.kind, "1, 2 are kept" in fault.detail) == (FaultKind.ACTIVATIONS_KEPT, True)
-    assert not step.recomputation.regions
+    assert not step.activations.storage
     assert same(gradients(step.model), gradients(kept.model))
 
 
@@ -218,13 +236,14 @@ def test_a_failure_of_the_users_own_checkpoint_comes_through() -> None:
             return x.exp().exp() if self.num_calls == 1 else x.exp()
 
     step = recomputing(Own())
-    num_regions = len(step.recomputation.regions)
+    num_regions = len(step.activations.storage)
     with pytest.raises(CheckpointError):
         step.run(torch.arange(12), SCALE, step=0)
-    assert len(step.recomputation.regions) == num_regions > 0
+    assert len(step.activations.storage) == num_regions > 0
 
 
-def test_compiled_blocks_stay_compiled_and_share_their_code() -> None:
+@pytest.mark.parametrize("storage", [Storage.RECOMPUTE, Storage.OFFLOAD])
+def test_compiled_blocks_stay_compiled_and_share_their_code(storage: Storage) -> None:
     compiled: list[Any] = []
     runs: list[int] = []
 
@@ -239,23 +258,26 @@ def test_compiled_blocks_stay_compiled_and_share_their_code() -> None:
     for block in model.blocks:
         block.compile(backend=backend)
     found = []
-    for step.recomputation in (None, Recomputation(find_regions(model))):
+    for step.activations in (None, Activations(find_regions(model), CPU, fixed=storage)):
+        runs.clear()
         step.run(torch.arange(12), SCALE, step=0)
         found.append((len(compiled), len(runs), gradients(model)))
-    (code, once, kept), (same_code, all_runs, again) = found
+    (code, once, kept), (same_code, in_all, again) = found
     assert 0 < code == same_code
-    assert all_runs == 3 * once  # once in the first step, twice in the second
+    assert in_all == (2 * once if storage is Storage.RECOMPUTE else once)
     assert same(kept, again)
     torch._dynamo.reset()
 
 
-def fused_step(model: nn.Module, *, recomputes: bool) -> Step:
+def fused_step(model: nn.Module, *, recomputes: bool, fixed: Storage | None = Storage.RECOMPUTE) -> Step:
     step = step_of(model, images(8, size=32))
     fusion = fused(model)
     step.fusion = fusion
     if recomputes:
         regions = find_regions(model)
-        step.recomputation = Recomputation(regions, divide(model, fusion.module, list(regions)))
+        step.activations = Activations(
+            regions, CPU, fixed=fixed, divide=lambda: divide(model, fusion.module, list(regions))
+        )
     return step
 
 
@@ -271,31 +293,31 @@ def test_a_fused_model_is_divided_at_its_regions_and_computes_the_same(make: Any
         outcome = step.run(torch.arange(8), SCALE, step=0)
         found.append((outcome.loss_sum, gradients(model), values(model)))
     assert same(found[0], found[1])
-    assert list(step.recomputation.regions) == [name for name in find_regions(model) if name not in overwriting]
+    assert list(step.activations.storage) == [name for name in find_regions(model) if name not in overwriting]
     assert [fault.kind for fault in outcome.faults] == [FaultKind.ACTIVATIONS_KEPT] * len(overwriting)
 
 
 def test_layers_next_to_a_region_that_is_computed_again_keep_their_inputs_for_as_long() -> None:
     step = fused_step(resnet18(10, "cifar"), recomputes=True)
-    recomputation, divided = step.recomputation, step.recomputation.divided
-    recomputation.regions = {"layer1.0": recomputation.regions["layer1.0"]}
+    activations, divided = step.activations, step.activations.divided
+    activations.storage = {"layer1.0": Storage.RECOMPUTE}
     touching = {layer for layer, regions in divided.spared.items() if "layer1.0" in regions}
     assert touching
     assert touching != set(divided.spared)
-    with recomputation.in_force(divided.module, step._recomputing):
+    with activations.in_force(divided.module, step._recomputing):
         assert {layer for layer in divided.spared if layer.keeps_input} == touching
     assert not any(layer.keeps_input for layer in divided.spared)
 
 
 def test_captured_steps_keep_what_regions_compute_that_draw_random_numbers() -> None:
     step = recomputing(Network(0.0, 0.0, 0.0))
-    step.recomputation._drawing.add("blocks.1")  # as if on a GPU: numbers drawn on the host prevent capturing
+    step.activations._drawing.add("blocks.1")  # as if on a GPU: numbers drawn on the host prevent capturing
     cache = cache_of(step, pool=RerunPool())
     (fault,), *others = (cache.run(torch.arange(4), SCALE, step=index) for index in range(3))
     assert (fault.kind, fault.step) == (FaultKind.ACTIVATIONS_KEPT, 0)
     assert "activations of blocks.1 are kept" in fault.detail
     assert others == [(), ()]
-    assert tuple(step.recomputation.regions) == ("blocks.0", "blocks.2")
+    assert tuple(step.activations.storage) == ("blocks.0", "blocks.2")
     assert cache.num_captured == 1
 
 
@@ -306,5 +328,5 @@ def test_where_there_is_nothing_to_checkpoint_a_fault_says_why(compiles: bool) -
     loop = ControlLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), cross_entropy, images(), config=config)
     found = {fault.kind: fault.detail for fault in loop._training.faults}
     assert ("compiled code" if compiles else "no blocks") in found[FaultKind.ACTIVATIONS_KEPT]
-    assert loop._training.steps.step.recomputation is None
+    assert loop._training.steps.step.activations is None
     loop.close()

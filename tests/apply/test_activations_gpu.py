@@ -1,0 +1,205 @@
+"""Recomputed and offloaded activations on a real NVIDIA GPU: in captured, compiled, fused and eager steps."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.apply.captured import fixed, loop_of, run, sgd
+from triaccel_ray.records.plan import FaultKind, Precision, Storage
+from triaccel_ray.trainables.models import resnet18
+from triaccel_ray.trainables.text import GPT
+
+pytestmark = pytest.mark.gpu
+
+PEAK_SHARE = {
+    ("resnet18", "recompute"): 0.9, ("gpt", "recompute"): 0.8, ("resnet18", "offload"): 0.95, ("gpt", "offload"): 0.95,
+}  # fmt: skip
+"""Below which the peak of such a step must be, of that of a step that keeps everything."""
+
+
+def job(name: str) -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    if name == "resnet18":
+        data = torch.randn(512, 3, 32, 32), torch.randint(0, 10, (512,))
+        return resnet18(10, "cifar").cuda(), data, nn.functional.cross_entropy
+    text = torch.randint(0, 96, (512, 129))
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    return GPT(layers=4, width=128, heads=4, context=128).cuda(), (text[:, :-1], text[:, 1:]), loss
+
+
+@pytest.mark.parametrize("level", [Precision.BF16, Precision.FP32])
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize(
+    "execution", [{"compile": "auto"}, {"compile": "auto", "capture": False}, {"fuse": False, "compile": "off"}]
+)
+@pytest.mark.parametrize("storage", ["recompute", "offload"])
+@pytest.mark.parametrize("name", ["resnet18", "gpt"])
+def test_captured_compiled_fused_and_eager_steps_recompute_or_fetch_what_they_do_not_keep(
+    name: str, storage: str, execution: Any, lean: bool, level: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    leanly: Any = {"weights": "split", "step_in_backward": True} if lean else {}
+    found, peaks = [], []
+    for activations in ("keep", storage):
+        config = fixed(level, activations=activations, **execution)
+        model, data, loss = job(name)
+        loop = loop_of(model, replace(config, every_steps=100, **leanly), sgd, data, loss=loss)
+        run(loop, 8)
+        torch.cuda.synchronize()
+        assert loop._training.steps.num_captured == execution.get("capture", True)
+        found.append({key: value.clone() for key, value in loop.model.state_dict().items()})
+        loop._training.make_room()
+        torch.cuda.reset_peak_memory_stats()
+        resting = torch.cuda.memory_allocated()
+        loop.step()  # captured anew, since the graphs were dropped
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - resting)
+        assert {fault.kind for fault in loop.tick().observation.faults} <= {FaultKind.COMPILED}
+        loop.close()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0] if key.endswith("num_batches_tracked"))
+    assert peaks[1] < PEAK_SHARE[name, storage] * peaks[0]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, following: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 256), nn.Linear(256, following)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.dropout(torch.relu(self.up(self.norm(x)))))
+
+
+@pytest.mark.parametrize(
+    ("widths", "dropout", "compile_", "kept", "compiled"),
+    [
+        ([64, 64, 64], 0.5, "auto", "activations of 1, 2 are kept", ""),  # of blocks that draw random numbers
+        ([64, 64, 64], 0.5, "off", "activations of 1, 2 are kept", ""),
+        (
+            [64, 128, 256],
+            0.0,
+            "auto",
+            "",
+            "what becomes of their activations can be chosen",
+        ),  # else compiled as a whole
+    ],
+)
+def test_what_a_captured_step_checkpoints_and_how_it_is_compiled(
+    widths: list[int], dropout: float, compile_: str, kept: str, compiled: str
+) -> None:
+    torch.manual_seed(0)
+    blocks = [Block(*pair, dropout) for pair in itertools.pairwise(widths)]
+    model = nn.Sequential(nn.Linear(16, widths[0]), *blocks, nn.Linear(widths[-1], 10)).cuda()
+    config = fixed(Precision.BF16, activations="recompute", compile=compile_)
+    loop = loop_of(model, replace(config, every_steps=100), data=(torch.randn(512, 16), torch.randint(0, 10, (512,))))
+    run(loop, 4)
+    told = {fault.kind: fault.detail for fault in loop.tick().observation.faults}
+    assert kept in told.get(FaultKind.ACTIVATIONS_KEPT, "")
+    assert (FaultKind.ACTIVATIONS_KEPT in told) == bool(kept)
+    assert compiled in told.get(FaultKind.COMPILED, "")
+    assert loop._training.steps.num_captured == 1
+    loop.close()
+
+
+def wide(num_blocks: int = 6) -> nn.Module:
+    """A model whose kernels are deterministic, and whose blocks each save megabytes."""
+    torch.manual_seed(0)
+    blocks = [Block(512, 512, 0.0) for _ in range(num_blocks)]
+    return nn.Sequential(nn.Linear(16, 512), *blocks, nn.Linear(512, 10)).cuda()
+
+
+SAMPLES = torch.randn(8192, 16), torch.randint(0, 10, (8192,))
+
+
+def offloading(capture: bool, **options: Any) -> Any:
+    config = replace(fixed(Precision.BF16, batch=4096, capture=capture, **options), every_steps=100)
+    return loop_of(wide(), config, data=SAMPLES)
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_offloaded_steps_are_equal_bit_for_bit_and_pin_no_memory_after_the_first(capture: bool) -> None:
+    kept, moved = offloading(capture, activations="keep"), offloading(capture, activations="offload")
+    for loop in (kept, moved):
+        run(loop, 2)
+    engine = moved._training.steps.step.activations._offloading
+    pinned = engine.arena.num_bytes
+    assert pinned > 2**24
+    allocations = torch.cuda.host_memory_stats()["num_host_alloc"]
+    for loop in (kept, moved):
+        run(loop, 8)
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == allocations
+    assert engine.arena.num_bytes == pinned
+    assert moved._training.steps.num_captured == capture
+    for name, value in kept.model.state_dict().items():
+        assert torch.equal(value, moved.model.state_dict()[name]), name
+    for loop in (kept, moved):
+        loop.close()
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_storage_changes_between_steps_and_results_do_not(capture: bool) -> None:
+    loops = offloading(capture, activations="keep"), offloading(capture, activations="auto")
+    for loop in loops:
+        loop.step()
+    names = list(loops[1]._training.steps.step.activations.regions)
+    mixed = dict(zip(names, itertools.cycle(Storage), strict=False))
+    for storage in (dict.fromkeys(names, Storage.OFFLOAD), mixed, {}, mixed):
+        applied = loops[1]._actuators.apply(replace(loops[1].plan, storage=storage), step=0)
+        assert applied.faults == ()
+        for loop in loops:
+            run(loop, 3)
+    assert loops[1]._training.steps.num_captured == capture
+    for first, second in zip(*(loop.model.state_dict().values() for loop in loops), strict=True):
+        assert torch.equal(first, second)
+    for loop in loops:
+        loop.close()
+
+
+def test_a_capture_that_lacks_pinned_memory_fails_with_a_fault() -> None:
+    loop = offloading(True, activations="offload")
+    loop.step()
+    engine = loop._training.steps.step.activations._offloading
+    engine.arena._chunks.clear()
+    run(loop, 2)
+    faults = loop.tick().observation.faults
+    assert ["more pinned memory" in fault.detail for fault in faults if fault.kind is FaultKind.CAPTURE_FAILED] == [
+        True
+    ]
+    loop.close()
+
+
+@pytest.mark.parametrize("storage", Storage)
+@pytest.mark.parametrize("execution", [{}, {"compile": "auto"}, {"capture": False}])
+def test_times_of_regions_make_up_the_step(execution: Any, storage: Storage) -> None:
+    torch.manual_seed(0)
+    _, _, loss = job("gpt")
+    text = torch.randint(0, 96, (512, 129))
+    model = GPT(layers=8, width=768, heads=12, context=128).cuda()
+    config = replace(fixed(Precision.BF16, **execution), every_steps=100)
+    loop = loop_of(model, config, data=(text[:, :-1], text[:, 1:]), loss=loss, memory_headroom=40 * 2**30)
+    names = list(loop._training.steps.step.activations.regions)
+    kept: Any = None
+    for each in dict.fromkeys((Storage.KEEP, storage)):
+        loop._actuators.apply(replace(loop.plan, storage=dict.fromkeys(names, each)), step=0)
+        run(loop, 20)
+        tick = loop.tick()
+        kept = kept or tick
+    profile, step_ms = tick.observation.profile, kept.observation.step_ms
+    assert [region.name for region in profile.regions] == names
+    assert all(region.forward_ms > 0.0 and region.backward_ms > 0.0 for region in profile.regions)
+    total = sum(region.forward_ms + region.backward_ms for region in profile.regions)
+    assert 0.7 * step_ms < total < 1.1 * step_ms
+    assert all(0 < region.input_bytes < region.saved_bytes for region in profile.regions)
+    assert all(0 < region.offloadable_bytes <= region.saved_bytes for region in profile.regions)
+    assert min(profile.to_host_bytes_per_ms, profile.to_device_bytes_per_ms) > 1e6
+    loop.close()

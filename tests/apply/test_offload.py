@@ -1,0 +1,210 @@
+"""What regions save moves to the host and back: the same gradients, once per tensor, in memory that is used again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.build import BF16, CPU, FP32, ONE, RerunPool, blobs, cache_of, gradients, mlp, same, step_of, values
+from triaccel_ray.apply import offload
+from triaccel_ray.apply.activations import Activations
+from triaccel_ray.apply.offload import Arena, Offloading, RegionWeights, movable_bytes
+from triaccel_ray.model.layers import find_layers
+from triaccel_ray.records.plan import FaultKind, Storage
+
+ALL = torch.arange(16)
+SIZE = 64
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "MIN_BYTES", SIZE)
+    monkeypatch.setattr(offload, "_CHUNK_BYTES", 8192)
+
+
+class Block(nn.Module):
+    """Saves one tensor three times, as a whole, as a view and squared, and passes it to the next block."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.linear, self.gain = nn.Linear(width, width), nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.sigmoid(torch.relu_(self.linear(x).mul_(2.0)))
+        left, right = hidden.chunk(2, dim=1)
+        return hidden * hidden + torch.cat([right, left], 1) * torch.cat([left.exp(), right], 1) * self.gain
+
+
+def network(num_blocks: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block() for _ in range(num_blocks)], nn.Linear(8, 4))
+
+
+def offloading(model: nn.Module) -> Any:
+    step = step_of(model, blobs(16))
+    regions = {name: module for name, module in model.named_children() if isinstance(module, Block)}
+    step.activations = Activations(regions, CPU, fixed=Storage.OFFLOAD)
+    return step
+
+
+@pytest.mark.parametrize("level", [FP32, BF16])
+@pytest.mark.parametrize("num_parts", [1, 4])
+def test_gradients_are_those_of_kept_tensors(level: Any, num_parts: int) -> None:
+    found = []
+    for make in (lambda model: step_of(model, blobs(16)), offloading):
+        model = network()
+        step = make(model)
+        step.precision.set({layer.name: level for layer in find_layers(model)})
+        step.set_num_micro_batches(num_parts)
+        for index in range(2):
+            outcome = step.run(ALL, ONE, step=index)
+        found.append((outcome.loss_sum, gradients(model), values(model)))
+    assert same(found[0], found[1])
+    assert step.activations._offloading.arena.num_bytes > 0
+
+
+def passed(engine: Offloading, blocks: list[nn.Module], x: Tensor) -> tuple[Tensor, list[int]]:
+    """The output of the blocks, and the bytes that each has sent."""
+    sent = []
+    for index, block in enumerate(blocks):
+        x = engine.run(str(index), RegionWeights.of(block), lambda: torch.no_grad(), block, x)
+        before = engine.arena._offset
+        engine.send(str(index))
+        sent.append(engine.arena._offset - before)
+    return x, sent
+
+
+def test_memory_goes_once_however_often_it_is_saved_and_weights_stay() -> None:
+    saved: set[int] = set()
+    engine, blocks = Offloading(CPU), list(network(2))[:2]
+    x = torch.randn(4, 8)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.add(t.untyped_storage().data_ptr()) or t, lambda t: t
+    ):
+        kept = blocks[0](x)  # so that no address is used twice
+    weights = {p.untyped_storage().data_ptr() for p in blocks[0].parameters()}
+    with engine.in_force():
+        y, sent = passed(engine, blocks, x)
+        assert sent == [512 * len(saved - weights)] * 2  # each tensor has 128 bytes, and starts a line of its own
+        engine.send()
+        y.sum().backward()
+    assert kept.shape == y.shape
+    assert 0 < len(saved - weights) < 8
+
+
+def test_host_memory_is_used_again_by_each_pass() -> None:
+    step = offloading(network())
+    sizes = []
+    for index in range(3):
+        step.run(ALL, ONE, step=index)
+        sizes.append(step.activations._offloading.arena.num_bytes)
+    assert sizes == [sizes[0]] * 3
+
+
+def test_the_device_holds_no_tensor_that_has_left() -> None:
+    engine, blocks = Offloading(CPU), list(network(3))[:3]
+    with engine.in_force():
+        x = torch.randn(4, 8)
+        blocks_of: list[Any] = []
+        for index, block in enumerate(blocks):
+            x = engine.run(str(index), RegionWeights.of(block), lambda: torch.no_grad(), block, x)
+            engine.send(str(index))
+            blocks_of.append(list(engine._last.blocks.values()))
+        assert all(each.source is None and each.memory is None for group in blocks_of[:2] for each in group)
+        own = [each for each in blocks_of[2] if each not in blocks_of[1]]
+        assert all(each.source is not None for each in own)  # until the next region has been called
+        x.sum().backward()
+        assert all(each.memory is not None for group in blocks_of[:2] for each in group)
+        assert not engine._leaving
+    assert engine._last is None
+
+
+@pytest.mark.parametrize("when", ["before it has left", "after that"])
+@pytest.mark.parametrize("num_features", [8, 2])
+def test_a_write_to_a_saved_tensor_is_an_error_or_comes_too_late_to_matter(when: str, num_features: int) -> None:
+    engine = Offloading(CPU)
+    x = torch.full((4, num_features), 2.0, requires_grad=True)
+    hidden = x * 1.0
+    with engine.in_force():
+        y = engine.run("a", RegionWeights.of(nn.Module()), lambda: torch.no_grad(), torch.square, hidden)
+        engine.send("a")
+        if when == "after that":
+            engine.send()
+        with torch.no_grad():
+            hidden.zero_()
+        if when == "after that" and num_features == 8:
+            y.sum().backward()
+            assert torch.equal(x.grad, torch.full_like(x, 4.0))
+            return
+        engine.send()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()  # a small tensor is kept, and checked at any time
+
+
+class Sub(Tensor):
+    pass
+
+
+def test_what_is_moved() -> None:
+    x = torch.randn(8, 8)
+    assert movable_bytes(x, CPU) == movable_bytes(x[:, :4], CPU) == 256
+    assert movable_bytes(torch.randn(64, 32)[:1], CPU) == 0  # of a far larger memory
+    assert movable_bytes(torch.randn(1, 8), CPU) == 0
+    assert movable_bytes(x.as_subclass(Sub), CPU) == 0
+    assert movable_bytes(x.to_sparse(), CPU) == 0
+    assert movable_bytes(torch.randn(8, 8, dtype=torch.complex64).conj(), CPU) == 0
+    weights = RegionWeights.of(nn.Linear(8, 4))
+    assert weights.include(torch.empty(8, 4, dtype=torch.bfloat16))  # a transposed copy
+    assert not weights.include(torch.empty(8, 4))  # activations of that shape, by chance
+
+
+def test_host_memory_that_is_missing_is_an_error_of_the_capture_and_else_a_fault() -> None:
+    arena = Arena(pinned=False)
+    with pytest.raises(RuntimeError, match="more pinned memory than the step before: 100 bytes"):
+        arena.take(100, grows=False)
+    assert [len(arena.take(size)) for size in (100, 9000)] == [100, 9000]
+    assert arena.num_bytes == 8192 + 16384
+    arena.rewind()
+    assert len(arena.take(8192, grows=False)) == 8192
+
+    def refuse(num_bytes: int) -> None:
+        raise RuntimeError("cannot pin")
+
+    kept, step = step_of(network(), blobs(16)), offloading(network())
+    step.activations._offloading.arena._grow = refuse
+    kept.run(ALL, ONE, step=0)
+    (fault,) = step.run(ALL, ONE, step=0).faults
+    assert (fault.kind, fault.phase) == (FaultKind.ACTIVATIONS_KEPT, "checkpoint")
+    assert "cannot pin" in fault.detail
+    assert "0, 1, 2 are kept" in fault.detail
+    assert step.storage == {}
+    assert same(gradients(step.model), gradients(kept.model))
+
+
+def test_steps_that_offload_are_captured() -> None:
+    cache = cache_of(offloading(network()), pool=RerunPool())
+    assert [cache.run(ALL, ONE, step=index) for index in range(3)] == [()] * 3
+    assert cache.num_captured == 1
+    assert [str(key) for key in cache._entries] == ["batch 16, 4 x float32, 3 x offload"]
+
+
+def test_a_pass_that_fails_leaves_nothing_behind() -> None:
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("wrong")
+
+    step = offloading(nn.Sequential(Block(), Failing()))
+    with pytest.raises(ValueError, match="wrong"):
+        step.run(ALL, ONE, step=0)
+    engine = step.activations._offloading
+    assert engine._last is engine._leaving is None
+
+
+def test_gradients_off_save_nothing() -> None:
+    step = offloading(mlp())
+    with torch.no_grad(), step.activations.in_force(step.model, step._recomputing):
+        step.model(blobs(16)[0])
+    assert step.activations._offloading is None or not step.activations._offloading.arena.num_bytes

@@ -1,0 +1,127 @@
+"""What regions save and how long they take, counted and timed in the steps themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.build import CPU, ONE, RerunPool, blobs, cache_of, gradients, same, step_of
+from triaccel_ray.apply import offload
+from triaccel_ray.apply.activations import Activations
+from triaccel_ray.apply.region_recorder import RegionRecorder
+from triaccel_ray.apply.step import Step
+from triaccel_ray.measure.profile import ProfileMeter
+from triaccel_ray.records.plan import Storage
+from triaccel_ray.records.signals import RegionSignal
+
+ALL = torch.arange(16)
+
+
+def perceptron(width: int = 24) -> nn.Sequential:
+    """Each block saves its input [n, width] and its output, of a sigmoid."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.Sigmoid()) for _ in range(3)]
+    return nn.Sequential(nn.Linear(8, width), *blocks, nn.Linear(width, 4))
+
+
+def recorded(model: nn.Module) -> Step:
+    step = step_of(model, blobs(16))
+    step.activations = Activations({name: model.get_submodule(name) for name in ("1", "2", "3")}, CPU)
+    step.activations.request_costs()
+    return step
+
+
+def signals(step: Step) -> tuple[RegionSignal, ...]:
+    return step.region_costs(16)[1]
+
+
+def sizes(step: Step) -> list[tuple[str, int, int, int]]:
+    return [(each.name, each.saved_bytes, each.input_bytes, each.offloadable_bytes) for each in signals(step)]
+
+
+@pytest.mark.parametrize("storage", Storage)
+def test_sizes_are_exact_in_any_storage(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "MIN_BYTES", 1024)
+    step, kept = recorded(perceptron()), step_of(perceptron(), blobs(16))
+    step.set_storage(dict.fromkeys("123", storage))
+    assert signals(step) == ()
+    for index in range(2):
+        step.run(ALL, ONE, step=index)
+        kept.run(ALL, ONE, step=index)
+        assert same(gradients(step.model), gradients(kept.model))
+    one = 16 * 24 * 4
+    # A block's output is the input of the next one, and counts there; the last block's is its own.
+    assert sizes(step) == [("1", one, one, one), ("2", one, one, one), ("3", 2 * one, one, 2 * one)]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_second_step_of_a_kind_is_timed_and_no_later_one(captured: bool) -> None:
+    step = recorded(perceptron())
+    cache = cache_of(step, pool=RerunPool() if captured else None)
+    recorders = []
+    for index in range(4):
+        cache.run(ALL, ONE, step=index)
+        recorders.append(step.recorder)
+        assert bool(signals(step)) == (index > 0)
+    assert (recorders[0].counts, recorders[1].counts) == (True, False)
+    assert captured or recorders[2:] == [None, None]
+    assert all(each.forward_ms > 0.0 and each.backward_ms > 0.0 for each in signals(step))
+    step.set_num_micro_batches(2)
+    assert signals(step) == ()
+    for index in range(2):
+        cache.run(ALL, ONE, step=index)
+    assert {each.saved_bytes for each in signals(step)} == {768, 1536}
+    assert step.region_costs(16)[0] == 8
+
+
+def test_recomputation_does_not_count_as_backward_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    class Slow(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            now[0] += 1.0
+            y = super().forward(x)
+            if y.requires_grad:
+                y.register_hook(lambda _: now.__setitem__(0, now[0] + 0.25))  # before the block's own time begins
+            return y
+
+    monkeypatch.setattr(RegionRecorder, "mark", lambda _: now[0])
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 24), *[Slow(nn.Linear(24, 24), nn.Sigmoid()) for _ in range(3)], nn.Linear(24, 4)
+    )
+    step = recorded(model)
+    step.set_storage(dict.fromkeys("12", Storage.RECOMPUTE))
+    for index in range(2):
+        step.run(ALL, ONE, step=index)
+    assert [each.forward_ms for each in signals(step)] == [1000.0] * 3
+    assert [each.backward_ms for each in signals(step)] == [0.0, 250.0, 250.0]
+
+
+def test_what_cannot_be_done_is_no_option() -> None:
+    step = recorded(perceptron())
+    for index in range(2):
+        step.run(ALL, ONE, step=index)
+    step.activations._drawing.add("3")
+    assert step.activations.exclude_random(0) == ()  # nothing changes
+    assert [each.input_bytes == each.saved_bytes for each in signals(step)] == [True, True, True]
+    step.activations._barred.add(("2", Storage.OFFLOAD))
+    assert signals(step)[1].offloadable_bytes == 0
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(24), nn.LayerNorm(24)])
+def test_a_profile_is_there_once_costs_are_known(norm: nn.Module) -> None:
+    model = nn.Sequential(*perceptron()[:4], norm, nn.Linear(24, 4))
+    step = recorded(model)
+    meter = ProfileMeter(model, CPU, step.region_costs)
+    assert meter.read(16) is None
+    for index in range(2):
+        step.run(ALL, ONE, step=index)
+    profile: Any = meter.read(16)
+    assert (profile.regions, profile.micro_batch_size) == (signals(step), 16)
+    assert profile.can_split == isinstance(norm, nn.LayerNorm)
+    assert profile.to_host_bytes_per_ms == profile.to_device_bytes_per_ms == 0.0
+    assert meter.read(8) is None

@@ -1,0 +1,206 @@
+"""Storage that changes between steps, by plan or because a batch does not fit: the same gradients all the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.apply.test_activations import ALL, SCALE, Network, fused_step, images, recomputing
+from tests.apply.test_split_weights import FIXED
+from tests.build import BF16, CPU, FP32, RerunPool, cache_of, gradients, loop_of, same, step_of, values
+from triaccel_ray.apply import offload
+from triaccel_ray.apply.activations import Activations
+from triaccel_ray.apply.actuators import Actuators
+from triaccel_ray.apply.step import Step
+from triaccel_ray.cuda.graphs import GraphPool
+from triaccel_ray.cuda.out_of_memory import BudgetExceededError
+from triaccel_ray.model.layers import find_layers
+from triaccel_ray.model.regions import find_regions
+from triaccel_ray.records.plan import FaultKind, Plan, Storage
+from triaccel_ray.trainables.models import resnet18
+
+
+class Attention(nn.Module):
+    """A transformer's block; its projection is split, so that saved tensors are views."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm, self.project, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.project(self.norm(x)).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Transformer(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 4)
+        self.blocks = nn.Sequential(*[Attention() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x).flatten(2).mT).mean(1))
+
+
+def elastic(model: nn.Module) -> Step:
+    step = step_of(model, images())
+    step.activations = Activations(find_regions(model), CPU)
+    return step
+
+
+MIXED = {"blocks.0": Storage.OFFLOAD, "blocks.1": Storage.RECOMPUTE, "blocks.2": Storage.KEEP}
+
+
+@pytest.mark.parametrize("level", [FP32, BF16])
+@pytest.mark.parametrize("make", [Network, Transformer])
+def test_storage_changes_between_steps_and_gradients_do_not(
+    make: Any, level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "MIN_BYTES", 64)
+    kept, changing = step_of(make(), images()), elastic(make())
+    plans = [{}, dict.fromkeys(ALL, Storage.OFFLOAD), MIXED, dict.fromkeys(ALL, Storage.RECOMPUTE), MIXED, {}]
+    for index, plan in enumerate(plans):
+        changing.set_storage(plan)
+        assert changing.storage == {name: each for name, each in plan.items() if each is not Storage.KEEP}
+        found = []
+        for step in (kept, changing):
+            step.precision.set({layer.name: level for layer in find_layers(step.model)})
+            torch.manual_seed(index)
+            outcome = step.run(torch.arange(12), SCALE, step=index)
+            found.append((outcome.loss_sum, gradients(step.model), values(step.model), torch.get_rng_state()))
+        assert same(found[0], found[1])
+
+
+def test_a_fused_model_is_divided_once_a_region_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "MIN_BYTES", 1024)
+    found = []
+    for changes in (False, True):
+        torch.manual_seed(0)
+        model = resnet18(10, "cifar")
+        step = fused_step(model, recomputes=changes, fixed=None)
+        step.run(torch.arange(8), SCALE, step=0)
+        assert step.activations is None or step.activations.divided is None
+        if changes:
+            names = list(step.activations.regions)
+            step.set_storage({names[1]: Storage.OFFLOAD, names[2]: Storage.OFFLOAD, names[4]: Storage.RECOMPUTE})
+            assert step._forward_of(None, is_divided=True) is step.activations.divided.module
+            assert step._forward_of(None, is_divided=False) is step.fusion.module
+        step.run(torch.arange(8), SCALE, step=1)
+        found.append((gradients(model), values(model)))
+    assert same(found[0], found[1])
+
+
+def test_storage_of_unknown_regions_is_refused_and_a_fixed_one_stays() -> None:
+    step = elastic(Network())
+    with pytest.raises(KeyError, match=r"regions \['blocks.7'\] are not in the model"):
+        step.set_storage({"blocks.7": Storage.OFFLOAD})
+    step.activations = None
+    step.set_storage({})
+    with pytest.raises(KeyError, match=r"regions \['blocks.0'\] keep their tensors"):
+        step.set_storage({"blocks.0": Storage.OFFLOAD})
+    fixed = recomputing(Network())
+    fixed.set_storage({"blocks.0": Storage.OFFLOAD})
+    assert fixed.storage == dict.fromkeys(ALL, Storage.RECOMPUTE)
+    assert not fixed.activations.recompute_all()
+    assert not fixed.activations.stores_least
+
+
+class Hungry(Network):
+    """Has memory for all regions' tensors of `limit` samples, or for all samples if `frugal` holds."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(0.0, 0.0, 0.0)
+        self.limit, self.sizes = limit, []
+        self.frugal: Any = lambda: False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sizes.append(len(x))
+        if len(x) > self.limit and not self.frugal():
+            raise torch.OutOfMemoryError("no room")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("suffices", [True, False])
+def test_a_step_without_memory_recomputes_all_before_it_is_split(suffices: bool) -> None:
+    model = Hungry(6)
+    step = elastic(model)
+    step.set_storage({"blocks.0": Storage.OFFLOAD})
+    model.frugal = lambda: suffices and step.activations.stores_least
+    (fault,) = step.run(torch.arange(12), SCALE, step=3).faults
+    assert (fault.kind, fault.stores_least) == (FaultKind.OUT_OF_MEMORY, True)
+    assert (fault.batch_size, fault.micro_batch_size) == (12, 12 if suffices else 6)
+    assert model.sizes == ([12, 12] if suffices else [12, 12, 6, 6])
+    assert step.storage == dict.fromkeys(ALL, Storage.RECOMPUTE)
+    assert step.run(torch.arange(12), SCALE, step=4).faults == ()
+    step.set_storage({})
+    assert step.storage == {}
+
+
+def test_a_single_sample_that_fits_recomputed_does_not_end_the_run() -> None:
+    model = Hungry(0)
+    step = elastic(model)
+    model.frugal = lambda: bool(step.storage)
+    (fault,) = step.run(torch.arange(1), SCALE, step=0).faults
+    assert (fault.micro_batch_size, fault.stores_least) == (1, True)
+    model.frugal = lambda: False
+    with pytest.raises(torch.OutOfMemoryError):
+        step.run(torch.arange(1), SCALE, step=1)
+
+
+def test_a_waived_budget_restores_the_storage() -> None:
+    def check() -> None:
+        raise BudgetExceededError("the process holds too much")
+
+    step = elastic(Network())
+    step._check_memory = check
+    (fault,) = step.run(torch.arange(2), SCALE, step=0).faults
+    assert fault.kind is FaultKind.BUDGET_EXCEEDED
+    assert (step.storage, step.num_micro_batches) == ({}, 1)
+
+
+def test_a_captured_step_is_of_one_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "MIN_BYTES", 64)
+    cache = cache_of(elastic(Network(0.0, 0.0, 0.0)), pool=RerunPool())
+    for index in range(2):
+        cache.run(torch.arange(4), SCALE, step=index)
+    cache.step.set_storage(MIXED)
+    for index in range(3):
+        assert cache.run(torch.arange(4), SCALE, step=index) == ()
+    assert [str(key).partition("float32, ")[2] for key in cache._entries] == ["1 x offload, 1 x recompute"]
+
+
+def test_a_plan_carries_the_storage_and_a_resumed_step_the_one_it_fell_back_to() -> None:
+    step = elastic(Network())
+    cache = cache_of(step)
+    plan = Plan(batch_size=4, precision={}, storage=MIXED)
+    actuators = Actuators(plan, cache, GraphPool(CPU))
+    assert step.storage == {name: each for name, each in MIXED.items() if each is not Storage.KEEP}
+    assert actuators.apply(replace(plan, storage={}), step=0).faults == ()
+    assert step.storage == {}
+    step.activations.recompute_all()
+    state = actuators.state_dict()
+    step.set_storage({})
+    actuators.load_state_dict(state)
+    assert step.storage == dict.fromkeys(ALL, Storage.RECOMPUTE)
+    (fault,) = actuators.apply(replace(plan, storage={"x": Storage.OFFLOAD}), step=1).faults
+    assert fault.kind is FaultKind.APPLY_FAILED
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_a_tick_observes_costs_only_if_memory_is_limited(limited: bool) -> None:
+    budget = 2**40 if limited else None
+    loop, _ = loop_of(Network(), images(40), FIXED, memory_headroom=budget)
+    for _ in range(3):
+        loop.step()
+    profile: Any = loop.tick().observation.profile
+    assert (profile is not None) == limited
+    if limited:
+        assert [each.name for each in profile.regions] == list(ALL)
+        assert profile.micro_batch_size == loop.plan.batch_size
+        assert not profile.can_split
+    loop.close()

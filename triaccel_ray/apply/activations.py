@@ -1,0 +1,250 @@
+"""What becomes of the tensors that regions of a model save for the backward pass: kept, recomputed or offloaded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointError
+
+from triaccel_ray.apply.divide import Divided
+from triaccel_ray.apply.offload import Excluding, Offloading, RegionWeights
+from triaccel_ray.apply.recompute import RecomputedRegion, Surroundings
+from triaccel_ray.apply.region_recorder import RegionCosts, RegionRecorder
+from triaccel_ray.model.pytree import tensors_in
+from triaccel_ray.model.regions import Call, wrapped_calls
+from triaccel_ray.records.plan import Fault, FaultKind, Storage
+from triaccel_ray.records.signals import RegionSignal
+
+
+class Activations:
+    """Stores what regions save as the plan says; gradients are bitwise the same in any storage.
+
+    A CUDA graph cannot draw the same random numbers twice, so regions that draw are not recomputed when steps are
+    captured. Regions that write into their inputs, or compute something else when called again, are not recomputed
+    once that is found. What the host cannot pin memory for is not offloaded. All these keep their tensors.
+    """
+
+    def __init__(
+        self,
+        regions: Mapping[str, nn.Module],
+        device: torch.device,
+        *,
+        fixed: Storage | None = None,
+        divide: Callable[[], Divided] | None = None,
+    ) -> None:
+        """Takes disjoint regions of a model by name, in module order; all are kept until `set`.
+
+        `fixed` is the storage of all regions, whatever the plan says. `divide` divides a fused model's graph; it is
+        called once a region is not kept. Regions that the graph does not contain are then left out.
+        """
+        self.regions = dict(regions)
+        """Name -> module of each region whose storage can be chosen."""
+        self.storage: Mapping[str, Storage] = {}
+        """Region -> storage in force; those not named keep their tensors."""
+        self.divided: Divided | None = None
+        """The fused model by regions, once it is needed."""
+        self.costs: RegionCosts | None = None
+        """Costs of the regions, once they are requested."""
+        self._device, self._fixed, self._divide = device, fixed, divide
+        self._wanted: Mapping[str, Storage] = {}
+        self._barred: set[tuple[str, Storage]] = set()
+        self._recomputed: dict[str, RecomputedRegion] = {}
+        self._drawing: set[str] = set()
+        self._offloading: Offloading | None = None
+        self._last_recomputed = ""
+        """Name of the region last recomputed in this pass; empty before the first."""
+        if fixed is not None:
+            self._want(dict.fromkeys(regions, fixed))
+
+    @property
+    def stores_least(self) -> bool:
+        """Whether, by choice, every region is recomputed that can be."""
+        return self._fixed is None and bool(self.storage) and self.storage == self._least()
+
+    def set(self, storage: Mapping[str, Storage]) -> None:
+        """Sets the storage of regions by name, unless it is fixed; regions not named keep their tensors.
+
+        Raises:
+            KeyError: the model has no such region.
+        """
+        if self._fixed is not None:
+            return
+        unknown = sorted(storage.keys() - self.regions.keys())
+        if unknown:
+            raise KeyError(f"regions {unknown} are not in the model")
+        self._want({name: each for name, each in storage.items() if each is not Storage.KEEP})
+
+    def recompute_all(self) -> bool:
+        """Recomputes all regions that can be until `set`; returns whether that changes anything. Not if fixed."""
+        if self._fixed is not None:
+            return False
+        before = self.storage
+        self._split()
+        self._want(self._least())
+        return self.storage != before
+
+    def request_costs(self) -> None:
+        """Has the costs of the regions recorded in later passes, unless storage is fixed; any choice requests them."""
+        if self._fixed is None and self.costs is None:
+            self.costs = RegionCosts(self._device)
+
+    def recorder(
+        self, num_samples: int, dtypes: tuple[torch.dtype, ...], *, is_captured: bool
+    ) -> RegionRecorder | None:
+        """Returns what is to record a pass of a micro-batch; None if costs are known, or not requested."""
+        if self.costs is None:
+            return None
+        self._split()
+        return self.costs.recorder((num_samples, dtypes), is_captured=is_captured)
+
+    def learn(self, recorder: RegionRecorder, *, is_captured: bool = False) -> None:
+        """Keeps what a pass has recorded; waits for the device."""
+        assert self.costs is not None
+        self._drawing |= recorder.drawing
+        self.costs.learn(recorder, is_captured=is_captured)
+
+    def signals(self, num_samples: int, dtypes: tuple[torch.dtype, ...]) -> tuple[RegionSignal, ...]:
+        """Returns the regions' costs in a pass of so many samples, in the order of their calls; empty if not known.
+
+        A region that cannot be recomputed saves no more than its inputs, one that cannot be offloaded has nothing to.
+        """
+        found = () if self.costs is None else self.costs.signals((num_samples, dtypes))
+        return tuple(
+            replace(
+                each,
+                input_bytes=each.saved_bytes if (each.name, Storage.RECOMPUTE) in self._barred else each.input_bytes,
+                offloadable_bytes=0 if (each.name, Storage.OFFLOAD) in self._barred else each.offloadable_bytes,
+            )
+            for each in found
+        )
+
+    def exclude_random(self, step: int) -> tuple[Fault, ...]:
+        """Stops recomputing regions that drew random numbers on a GPU; returns a fault naming them, if any."""
+        drawing = self._drawing | {name for name, region in self._recomputed.items() if region.draws}
+        why = "captured steps (`capture`) cannot draw random numbers twice the same"
+        return self._bar(drawing, Storage.RECOMPUTE, why, step)
+
+    def exclude_failed(self, error: BaseException, step: int) -> tuple[Fault, ...]:
+        """Stops recomputing regions that cannot be, if `error` stems from them; returns a fault, if so."""
+        if isinstance(error, CheckpointError):
+            if self._last_recomputed not in self.storage:  # raised by a checkpoint in the user's code
+                return ()
+            kind = type(self.regions[self._last_recomputed])
+            differing = [name for name, region in self.regions.items() if type(region) is kind]
+            why = "what changes state of its own, a cache say, cannot be computed again"
+            return self._bar(differing, Storage.RECOMPUTE, why, step)
+        overwriting = [name for name, region in self._recomputed.items() if region.overwrites]
+        return self._bar(overwriting, Storage.RECOMPUTE, "what writes into its input cannot be computed again", step)
+
+    def exclude_unpinned(self, step: int) -> tuple[Fault, ...]:
+        """Stops offloading regions that the host could not pin memory for; returns a fault naming them, if any."""
+        unpinned = {} if self._offloading is None else self._offloading.unpinned
+        why = f"the host cannot pin memory for them ({', '.join(dict.fromkeys(unpinned.values()))})"
+        return self._bar(unpinned, Storage.OFFLOAD, why, step)
+
+    def _bar(self, names: Collection[str], storage: Storage, why: str, step: int) -> tuple[Fault, ...]:
+        kept = [name for name in self.regions if name in names and self.storage.get(name) is storage]
+        self._barred.update((name, storage) for name in names)
+        self._want(self._wanted)
+        if not kept:
+            return ()
+        text = f"{why}: activations of {', '.join(kept)} are kept"
+        return (Fault(kind=FaultKind.ACTIVATIONS_KEPT, step=step, phase="checkpoint", detail=text[:500]),)
+
+    def _least(self) -> dict[str, Storage]:
+        recomputed = {name: Storage.RECOMPUTE for name in self.regions if (name, Storage.RECOMPUTE) not in self._barred}
+        return {**self.storage, **recomputed}
+
+    def _want(self, storage: Mapping[str, Storage]) -> None:
+        """Puts `storage`, without KEEP, in force as far as it is possible."""
+        if storage:
+            self._split()
+            self.request_costs()
+        self._wanted = storage
+        self.storage = {
+            name: storage[name]
+            for name in self.regions
+            if name in storage and (name, storage[name]) not in self._barred
+        }
+        for name, each in self.storage.items():
+            if each is Storage.RECOMPUTE and name not in self._recomputed:
+                self._recomputed[name] = RecomputedRegion(self.regions[name])
+        if self._offloading is None and Storage.OFFLOAD in self.storage.values():
+            self._offloading = Offloading(self._device)
+
+    def _split(self) -> None:
+        """Divides a fused model into its regions, once."""
+        if self._divide is not None and self.divided is None:
+            self.divided = self._divide()
+            self.regions = {name: region for name, region in self.regions.items() if name in self.divided.regions}
+
+    @contextlib.contextmanager
+    def in_force(
+        self, model: nn.Module, surroundings: Surroundings, recorder: RegionRecorder | None = None
+    ) -> Iterator[None]:
+        """Returns a context for one forward and backward pass of `model`, the user's or the divided one.
+
+        The recomputation runs inside `surroundings` and under the autocast of the forward pass, because the backward
+        pass may run in another thread. `recorder` records the pass.
+        """
+        self._last_recomputed = ""
+        if not self.storage and recorder is None:
+            yield
+            return
+        regions: Mapping[str, nn.Module] = self.regions
+        with contextlib.ExitStack() as stack:
+            if self.divided is not None:
+                if model is self.divided.module:
+                    regions = {name: self.divided.regions[name] for name in self.regions}
+                recomputed = [name for name, each in self.storage.items() if each is Storage.RECOMPUTE]
+                stack.enter_context(self.divided.keeping_inputs_of(recomputed))
+            if self._offloading is not None:
+                stack.enter_context(self._offloading.in_force())
+            stack.enter_context(wrapped_calls(regions, partial(self._call, surroundings, recorder)))
+            yield
+            if recorder is not None:
+                recorder.finish()
+
+    def _call(
+        self,
+        surroundings: Surroundings,
+        recorder: RegionRecorder | None,
+        name: str,
+        call: Call,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        storage, recorded = self.storage.get(name), None
+        excluding: Excluding = contextlib.nullcontext
+        if recorder is not None:
+            recorded = recorder.begin(name, self.regions[name], tensors_in((args, kwargs)))
+            call, excluding = recorded.counting(call), recorded.excluding
+        if storage is Storage.RECOMPUTE:
+            again = partial(self._again, name, surroundings, excluding)
+            outputs = self._recomputed[name].run(call, again, *args, **kwargs)
+        elif storage is Storage.OFFLOAD:
+            assert self._offloading is not None
+            weights = RegionWeights.of(self.regions[name])
+            outputs = self._offloading.run(name, weights, excluding, call, *args, **kwargs)
+        else:
+            outputs = call(*args, **kwargs)
+        if recorded is not None:
+            recorded.end(tensors_in(outputs))
+        if self._offloading is not None:
+            self._offloading.send(name if storage is Storage.OFFLOAD else "")
+        return outputs
+
+    @contextlib.contextmanager
+    def _again(self, name: str, surroundings: Surroundings, excluding: Excluding) -> Iterator[None]:
+        self._last_recomputed = name
+        with surroundings(), excluding():
+            yield

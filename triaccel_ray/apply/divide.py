@@ -1,0 +1,83 @@
+"""Splits the regions of a model off its fused graph, so that each can be recomputed or offloaded by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import fx, nn
+from torch.fx.passes.split_module import split_module
+
+from triaccel_ray.apply.fused_norm import FusedNorm, RecomputedInput
+from triaccel_ray.apply.trace import called
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Divided:
+    """The fused graph with its regions split off as submodules; computes the same."""
+
+    module: fx.GraphModule
+    regions: Mapping[str, nn.Module]
+    """Name -> the submodule of `module` that computes the region; regions missing from the graph are left out."""
+    spared: Mapping[RecomputedInput, frozenset[str]]
+    """Layer that recomputes its input -> the regions of the layer and of the calls that give its inputs."""
+
+    @contextlib.contextmanager
+    def keeping_inputs_of(self, recomputed: Collection[str]) -> Iterator[None]:
+        """Returns a context in which layers that touch the regions in `recomputed` save their inputs as usual.
+
+        Saved tensors of a checkpoint can be unpacked only once, so a norm and the layer after it cannot both do so.
+        """
+        keeping = [layer for layer, touched in self.spared.items() if touched & set(recomputed)]
+        try:
+            for layer in keeping:
+                layer.keeps_input = True
+            yield
+        finally:
+            for layer in keeping:
+                layer.keeps_input = False
+
+
+def divide(model: nn.Module, fused: fx.GraphModule, names: Collection[str]) -> Divided:
+    """Returns `fused`, the fused graph of `model`, with the regions called `names` split off as submodules.
+
+    A region spans the graph from its first module to the next module outside it. Spans are contiguous, so the result
+    is the same wherever they begin. Regions that the graph calls in several spans are left out.
+    """
+    nodes, regions = list(fused.graph.nodes), _regions_of_nodes(model, fused, names)
+    num_spans = Counter(name for name, _ in itertools.groupby(regions))
+    span_of: dict[fx.Node, int] = {}
+    span_names: list[str] = []
+    for node, region in zip(nodes, regions, strict=True):
+        name = region if num_spans[region] == 1 else ""
+        if not span_names or name != span_names[-1]:
+            span_names.append(name)
+        span_of[node] = len(span_names) - 1
+    divided = split_module(fused, fused, span_of.__getitem__, keep_original_order=True)
+    spared: dict[RecomputedInput, frozenset[str]] = {}
+    for node in nodes:
+        layer = called(fused, node)
+        if isinstance(layer, RecomputedInput):
+            spared[layer] = frozenset(span_names[span_of[each]] for each in (node, *node.all_input_nodes))
+    submodules = {name: divided.get_submodule(f"submod_{span}") for span, name in enumerate(span_names) if name}
+    return Divided(module=divided, regions=submodules, spared=spared)
+
+
+def _regions_of_nodes(model: nn.Module, fused: fx.GraphModule, names: Collection[str]) -> list[str]:
+    """Returns the name of the region that each node belongs to, empty outside all regions."""
+    name_of = {id(module): name for name, module in model.named_modules()}
+    found, current = [], ""
+    for node in fused.graph.nodes:
+        own = called(fused, node)
+        if isinstance(own, FusedNorm):
+            own = own.norm
+        elif isinstance(own, RecomputedInput):
+            own = own.layer
+        path = name_of.get(id(own))
+        if path is not None:  # else a module made by fusing: it belongs to the current region
+            current = next((name for name in names if path == name or path.startswith(f"{name}.")), "")
+        found.append("" if node.op in ("placeholder", "output") else current)
+    return found
