@@ -25,6 +25,7 @@ LrRule = Literal["none", "sqrt", "linear", "adascale"]
 AmpPrecision = Literal["fp16", "bf16"]
 """Precision of the AMP baseline on a GPU: FP16 with a gradient scaler, or BF16 without one."""
 Compile = Literal["auto", "on", "off"]
+Activations = Literal["auto", "keep", "recompute", "offload"]
 Weights = Literal["fp32", "split"]
 OptimizerState = Literal["fp32", "8bit"]
 DataPlace = Literal["device", "host"]
@@ -299,6 +300,9 @@ class ExecutionConfig(_Checked):
     activation_checkpointing: bool = False
     """Whether blocks of the model store only their inputs and are recomputed in the backward pass: less memory, longer
     steps. Captured steps do not checkpoint blocks that draw random numbers, such as dropout."""
+    activations: Activations = "auto"
+    """What becomes of the tensors that blocks save for the backward pass. `auto`: they are kept while they fit in
+    memory, else the cheapest plan that fits recomputes some and moves others to the host. Others: all blocks."""
     autotune: bool = False
     """Whether cuDNN benchmarks its algorithms for every new batch size and precision. This takes 1 to 4 seconds each
     and makes steps 2 to 7% faster. It pays off in runs of minutes at one batch size."""
