@@ -13,7 +13,8 @@ from triaccel_ray.records.signals import MemoryProfile, MemorySignal, Observatio
 from triaccel_ray.records.state import MemoryState, PassTiming, Stored
 
 _TIGHT_SHARE = 0.99
-"""Share of it above which a smaller plan is chosen: above what plans are made for, or a small error would undo each plan."""
+"""Share of the attainable memory above which a smaller plan is chosen: more than what plans are made for, or a small
+error of prediction would undo each."""
 BARRED_SHARE = 0.95
 """After a plan failed, others must take less than this share of its bytes by the model."""
 _BYTES_TOLERANCE, _MS_TOLERANCE = 0.05, 0.10

@@ -16,8 +16,8 @@ from triaccel_ray.records.plan import Plan, Storage
 from triaccel_ray.records.signals import MemoryProfile, RegionSignal
 
 KEEP, RECOMPUTE, OFFLOAD = Storage
-_FRONT = 512
-"""Largest number of partial plans carried from one region to the next, for each storage of the region."""
+_COARSE, _FINE = 32, 1024
+"""Numbers of partial plans carried from one region to the next, in a first search and in one bounded by its result."""
 _ONE_NS = 1 << 20
 """Weight of a nanosecond in the cost of a plan; a changed region weighs 1 and decides between equal times."""
 
@@ -243,11 +243,19 @@ def _per_batch(profile: MemoryProfile, nanoseconds: int, batch_size: int) -> flo
 
 
 def _cheapest(regions: Sequence[_Region], choices: Sequence[tuple[int, ...]], room: int) -> tuple[int, int] | None:
-    """Returns cost and digits of the cheapest storages whose peak is at most `room` bytes; None if there are none.
+    """Returns cost and digits of the cheapest storages whose peak is at most `room` bytes; None if there are none."""
+    coarse = _search(regions, choices, room, _COARSE, math.inf)
+    return coarse and min(coarse, _search(regions, choices, room, _FINE, coarse[0]) or coarse)
+
+
+def _search(
+    regions: Sequence[_Region], choices: Sequence[tuple[int, ...]], room: int, most_points: int, most_cost: float
+) -> tuple[int, int] | None:
+    """Returns cost and digits of the cheapest storages found within `room` bytes and `most_cost`.
 
     Dynamic programming in forward order. What is to come depends on a partial plan only through the bytes held and
     whether its last region is offloaded. So for either case it carries the partial plans of which no other holds less
-    and costs no more, and among more than `_FRONT`, the ones that `_thinned` leaves.
+    and costs no more, and among more than `most_points`, the ones that `_thinned` leaves.
     """
     limits = [room]  # on the bytes held before each region, such that the regions to come can still fit
     for region, kinds in zip(reversed(regions), reversed(choices), strict=True):
@@ -265,17 +273,19 @@ def _cheapest(regions: Sequence[_Region], choices: Sequence[tuple[int, ...]], ro
                 held = region.held[kind]
                 bound = min(most, limit - held)
                 pools[kind == 2].extend(
-                    (taken + held, spent + cost, 3 * digits + kind) for taken, spent, digits in front if taken <= bound
+                    (taken + held, spent + cost, 3 * digits + kind)
+                    for taken, spent, digits in front
+                    if taken <= bound and spent <= most_cost - cost
                 )
-        fronts, before = (_thinned(pools[0]), _thinned(pools[1])), region
+        fronts, before = (_thinned(pools[0], most_points), _thinned(pools[1], most_points)), region
     return min(((spent, digits // 3) for _, spent, digits in fronts[0]), default=None)
 
 
-def _thinned(points: list[_Point]) -> list[_Point]:
-    """Returns the points of which no other holds less and costs no more, and of many, `_FRONT` or one more.
+def _thinned(points: list[_Point], most: int) -> list[_Point]:
+    """Returns the points of which no other holds less and costs no more, and of many, at most `most` + 2.
 
     The range of costs is divided into equal parts, of which each keeps the point that holds least. So a thinning loses
-    at most one part, a `_FRONT`-th of the range, and never the point that holds least or the one that costs least.
+    at most one part, a `most`-th of the range, and never the point that holds least or the one that costs least.
     """
     points.sort()
     front: list[_Point] = []
@@ -284,9 +294,9 @@ def _thinned(points: list[_Point]) -> list[_Point]:
         if point[1] < best:
             best = point[1]
             front.append(point)
-    if len(front) <= _FRONT:
+    if len(front) <= most:
         return front
-    width = (front[0][1] - front[-1][1]) // _FRONT + 1
+    width = (front[0][1] - front[-1][1]) // most + 1
     kept, last = [], -1
     for point in front:
         if point[1] // width != last:
