@@ -27,7 +27,8 @@ from triaccel_ray.records.state import MemoryState, Stored, storage_of_all
 _BUDGET_SHARE = 0.97
 """Share of the attainable memory that a plan may be predicted to take; the rest is for errors of prediction."""
 _FASTER_SHARE = 0.97
-"""A plan replaces the one in force if its predicted time is at most this share: medians vary by 1 %."""
+"""A plan replaces the one in force if its predicted time is at most this share, for medians vary by 1 %; one that keeps
+everything of the undivided batch, if it is no slower."""
 _SEARCH_AGAIN = 0.02
 """Relative change of the room for saved tensors from which on a search is repeated that found nothing."""
 
@@ -73,7 +74,8 @@ def decide_storage(
     - After an out-of-memory error that passed once all regions were recomputed, all stay recomputed.
     - A plan that was slower than predicted is undone, and no other is tried for a while.
     - Where memory is nearly exhausted, because other processes took it, the cheapest plan that still fits is chosen.
-    - Otherwise the cheapest plan is chosen if it is faster and saves more time than it costs.
+    - Otherwise the cheapest plan is chosen if it is faster and saves more time than it costs, or undoes micro-batches
+      that would change the results.
     """
     plan, mode, undo = observation.plan, config.execution.activations, conditions.judged.undo
     if mode != "auto":
@@ -197,7 +199,12 @@ def _faster(
         return unchanged
     unchanged = replace(unchanged, state=replace(state, examined_bytes=room))
     chosen = _search(config, observation, state, profile, measured)
-    if chosen is None or chosen.prediction.ms is None or chosen.prediction.ms > _FASTER_SHARE * measured.step_ms:
+    if chosen is None or chosen.prediction.ms is None:
+        return unchanged
+    if not profile.can_split and chosen.num_micro_batches < plan.num_micro_batches:
+        return _changed(observation, unchanged, chosen, "micro-batches would change the results")
+    is_plain = not chosen.storage and chosen.num_micro_batches == config.batch.accumulate
+    if chosen.prediction.ms > measured.step_ms * (1.0 if is_plain else _FASTER_SHARE):
         return unchanged
     saved_ms = (measured.step_ms - chosen.prediction.ms) * observation.samples_left / plan.batch_size
     cost_ms = observation.adapting_ms if growth_ms is None else growth_ms
