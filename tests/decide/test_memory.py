@@ -208,7 +208,7 @@ def test_only_changeable_regions_change_and_only_below_the_bar():
     assert cheapest_plan(ALIKE, measured, budget_bytes=5400, changeable="bc").storage == {}
     assert set(cheapest_plan(ALIKE, measured, budget_bytes=5300, changeable="bc").storage) <= set("bc")
     barred = cheapest_plan(ALIKE, measured, budget_bytes=9000, changeable="abcd", most_bytes=320)
-    assert modelled_bytes(ALIKE, barred.storage, barred.num_micro_batches and 8 // barred.num_micro_batches) <= 320
+    assert modelled_bytes(ALIKE, barred.storage, 8 // barred.num_micro_batches) <= 320
     assert cheapest_plan(replace(ALIKE, can_split=False), measured, budget_bytes=4000, changeable="abcd") is None
 
 

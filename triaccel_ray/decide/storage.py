@@ -29,6 +29,8 @@ _BUDGET_SHARE = 0.97
 _FASTER_SHARE = 0.97
 """A plan replaces the one in force if its predicted time is at most this share, for medians vary by 1 %; one that keeps
 everything of the undivided batch, if it is no slower."""
+_MOST_DOUBLINGS = 5
+"""How often the ticks for which plans are barred double at most."""
 _SEARCH_AGAIN = 0.02
 """Relative change of the room for saved tensors from which on a search is repeated that found nothing."""
 
@@ -74,8 +76,10 @@ def decide_storage(
     - After an out-of-memory error that passed once all regions were recomputed, all stay recomputed.
     - A plan that was slower than predicted is undone, and no other is tried for a while.
     - Where memory is nearly exhausted, because other processes took it, the cheapest plan that still fits is chosen.
-    - Otherwise the cheapest plan is chosen if it is faster and saves more time than it costs, or undoes micro-batches
-      that would change the results.
+    - Otherwise the cheapest plan is chosen if it is faster and saves more time than it costs. It is chosen anyway if it
+      undoes micro-batches that change the results, or keeps everything of an elastic batch that memory lets grow.
+
+    Without `revert_slowdowns` timings decide nothing: what an error has led to stays.
     """
     plan, mode, undo = observation.plan, config.execution.activations, conditions.judged.undo
     if mode != "auto":
@@ -95,17 +99,8 @@ def decide_storage(
             state=_held(config, state),
             reasons=(*reasons, _plan_reason(observation, undo.stored, "the faster plan was slower")),
         )
-    profile = observation.profile
-    if profile is None or not (config.revert_slowdowns and _is_smallest(config.batch, plan) and observation.regions):
-        return unchanged
-    measured = measure(observation, conditions.judged, state)
-    is_high = observation.memory.share(counts_idle=config.batch.counts_idle_memory) > config.batch.rho_high
-    if (is_high and is_tight(observation.memory)) or (
-        is_planned(config, observation) and _is_not_capturable(observation)
-    ):
-        return _smaller(config, observation, unchanged, profile, measured)
-    if conditions.may_change and not conditions.judged.is_open and is_planned(config, observation):
-        return _faster(config, observation, unchanged, profile, measured, conditions.judged.state.growth_ms)
+    if config.revert_slowdowns and _is_smallest(config.batch, plan) and observation.regions:
+        return _planned(config, observation, unchanged, conditions)
     return unchanged
 
 
@@ -123,6 +118,22 @@ def growth_hold(config: ControlConfig, observation: Observation, decided: Memory
         return None
     text = "waits: memory does not suffice to keep what the regions of the undivided batch save"
     return Reason(code=ReasonCode.HELD_STORAGE, subject="batch", text=text)
+
+
+def _planned(
+    config: ControlConfig, observation: Observation, unchanged: MemoryDecision, conditions: Conditions
+) -> MemoryDecision:
+    """Returns a smaller plan if memory is nearly exhausted, or a faster one."""
+    profile, judged, in_use = observation.profile, conditions.judged, is_planned(config, observation)
+    if profile is None:
+        return unchanged
+    measured = measure(observation, judged, unchanged.state)
+    lacks_memory = _share(config, observation) > config.batch.rho_high and is_tight(observation.memory)
+    if lacks_memory or (in_use and _is_not_capturable(observation)):
+        return _smaller(config, observation, unchanged, profile, measured)
+    if in_use and conditions.may_change and not judged.is_open:
+        return _faster(config, observation, unchanged, profile, measured, judged.state.growth_ms)
+    return unchanged
 
 
 def _is_smallest(config: BatchConfig, plan: Plan) -> bool:
@@ -204,6 +215,8 @@ def _faster(
     if not profile.can_split and chosen.num_micro_batches < plan.num_micro_batches:
         return _changed(observation, unchanged, chosen, "micro-batches would change the results")
     is_plain = not chosen.storage and chosen.num_micro_batches == config.batch.accumulate
+    if is_plain and config.batch.enabled and _share(config, observation) < config.batch.rho_low:
+        return _changed(observation, unchanged, chosen, "the batch may grow then")
     if chosen.prediction.ms > measured.step_ms * (1.0 if is_plain else _FASTER_SHARE):
         return unchanged
     saved_ms = (measured.step_ms - chosen.prediction.ms) * observation.samples_left / plan.batch_size
@@ -231,19 +244,26 @@ def _search(
     )
 
 
+def _share(config: ControlConfig, observation: Observation) -> float:
+    return observation.memory.share(counts_idle=config.batch.counts_idle_memory)
+
+
 def _budget(observation: Observation) -> int:
     return math.floor(_BUDGET_SHARE * observation.memory.attainable_bytes)
 
 
 def _barred(config: ControlConfig, state: MemoryState, plan: Plan) -> MemoryState:
-    ticks = config.batch.oom_cooldown_ticks * 2**state.times_failed
     return replace(
         state,
         failed=Stored.under(plan),
-        cap_ticks_left=ticks,
+        cap_ticks_left=_bar_ticks(config, state.times_failed),
         times_failed=state.times_failed + 1,
         examined_bytes=None,
     )
+
+
+def _bar_ticks(config: ControlConfig, times: int) -> int:
+    return config.batch.oom_cooldown_ticks << min(times, _MOST_DOUBLINGS)
 
 
 def _held(config: ControlConfig, state: MemoryState) -> MemoryState:
@@ -251,7 +271,7 @@ def _held(config: ControlConfig, state: MemoryState) -> MemoryState:
         state,
         predicted_bytes=None,
         predicted_ms=None,
-        hold_ticks=config.batch.oom_cooldown_ticks * 2**state.times_held,
+        hold_ticks=_bar_ticks(config, state.times_held),
         times_held=state.times_held + 1,
         examined_bytes=None,
     )
