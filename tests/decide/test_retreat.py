@@ -97,6 +97,14 @@ def test_an_out_of_memory_error_beside_a_capture_without_memory_decides_alone(st
     assert expected.reasons[0].code is ReasonCode.OUT_OF_MEMORY
 
 
+@pytest.mark.parametrize("config", [FIXED, replace(CONFIG, start=96, minimum=96)])
+@pytest.mark.parametrize(("passed", "parts"), [(96, 1), (48, 2), (13, 8)])
+def test_a_batch_that_recomputation_makes_fit_keeps_its_size(config, passed, parts):
+    observation = observation_of(plan_of(96), faults=(out_of_memory(96, passed),))
+    decision = retreat(config, observation, BatchState(), keeps_size=True)
+    assert (decision.batch_size, decision.num_micro_batches) == (96, parts)
+
+
 def test_the_reason_says_what_failed_and_what_passed():
     assert retreated(96, out_of_memory(96, 12)).reasons[0].text == (
         "out_of_memory in forward_backward at batch 96, 12 at once passed: 96 -> 32 in 3 parts"

@@ -72,7 +72,9 @@ def _coarse_sizes(config: BatchConfig) -> list[int]:
     return sorted({*doubling, config.start})
 
 
-def retreat(config: BatchConfig, observation: Observation, state: BatchState) -> BatchDecision | None:
+def retreat(
+    config: BatchConfig, observation: Observation, state: BatchState, *, keeps_size: bool = False
+) -> BatchDecision | None:
     """Returns a smaller batch, or one in micro-batches, if failures of this interval require it; else None.
 
     The new size is the largest of the ladder that fits on the device, lies below the size that failed and does not
@@ -80,6 +82,8 @@ def retreat(config: BatchConfig, observation: Observation, state: BatchState) ->
     micro-batches, it keeps micro-batches that are no larger than those. A step that ran, but lacked the memory to be a
     CUDA graph, counts as failed if the batch is elastic and a smaller size is left. A batch of fixed size is split into
     halves instead. If the interval also has an out-of-memory error, only that counts.
+
+    With `keeps_size` the batch stays, in micro-batches of the size that passed: recomputation saves the memory.
     """
     plan = observation.plan
     failed = [fault for fault in observation.faults if _concerns_batch(config, fault, plan)]
@@ -92,6 +96,8 @@ def retreat(config: BatchConfig, observation: Observation, state: BatchState) ->
     fitting_size = min(fitting_sizes, default=plan.batch_size)
     if smallest.kind is FaultKind.CAPTURE_OUT_OF_MEMORY and not config.enabled:
         size, parts = plan.batch_size, 2 * plan.num_micro_batches
+    elif keeps_size:
+        size, parts = plan.batch_size, max(math.ceil(plan.batch_size / fitting_size), plan.num_micro_batches)
     else:
         size = _round_down(config, min(smallest.batch_size - 1, fitting_size * config.accumulate, plan.batch_size))
         parts = max(math.ceil(size / fitting_size), config.accumulate)
@@ -130,6 +136,7 @@ def decide_batch(
     *,
     enlarged: bool,
     is_unjudged: bool = False,
+    hold: Reason | None = None,
     choose_size: Callable[[Sequence[int]], int | Reason] = itemgetter(0),
 ) -> BatchDecision:
     """Returns the batch of the next interval (Tri-Accel, section 3.3).
@@ -139,8 +146,9 @@ def decide_batch(
 
     Growth waits with `is_unjudged`: the last change of plan is not judged by its step times yet. It also waits with
     `enlarged`: a precision was raised at this tick, or could not be, so the memory measured is not what a larger batch
-    would find. A size that used too much memory is barred for `oom_cooldown_ticks`, as after an out-of-memory error.
-    Otherwise, a step wider than the band between rho_low and rho_high would oscillate forever.
+    would find. And it waits for the reason `hold`, if there is one. A size that used too much memory is barred for
+    `oom_cooldown_ticks`, as after an out-of-memory error. Otherwise, a step wider than the band between rho_low and
+    rho_high would oscillate forever.
     """
     plan, memory = observation.plan, observation.memory
     state = replace(
@@ -160,7 +168,7 @@ def decide_batch(
     if at_top or state.ticks_since_change < config.dwell_ticks:
         return unchanged
     size = min(size, state.cap or size)
-    hold = _reason_to_hold(config, plan, state, size, enlarged=enlarged, is_unjudged=is_unjudged)
+    hold = hold or _reason_to_hold(config, plan, state, size, enlarged=enlarged, is_unjudged=is_unjudged)
     if hold is None and config.enabled and size > plan.batch_size:
         chosen = choose_size(_candidate_sizes(size, config, plan, memory, state))
         size, hold = (size, chosen) if isinstance(chosen, Reason) else (chosen, None)

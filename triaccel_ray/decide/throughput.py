@@ -9,13 +9,13 @@ from statistics import median
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.records.plan import Plan, Precision, Reason, ReasonCode
 from triaccel_ray.records.signals import Observation
-from triaccel_ray.records.state import BatchState, Change, LayerState, ThroughputState, Timing
+from triaccel_ray.records.state import BatchState, Change, LayerState, Stored, ThroughputState, Timing
 
 _TOLERANCE = 0.25
 """A plan counts as slower if its time per sample is longer by more than this share, which exceeds the noise of medians
 on a machine with other load."""
 _CAPTURED_TOLERANCE = 0.03
-"""The same for a lower precision in captured steps, on a GPU, whose medians vary by less than 1 %."""
+"""The same for a lower precision or a memory plan in captured steps, on a GPU, whose medians vary by less than 1 %."""
 EFFICIENT_SHARE = 0.97
 """A batch size is efficient if its samples per second reach this share of the best size's (AccUDNN)."""
 _EXPECTED_SHARE = 0.2
@@ -71,7 +71,7 @@ def judge(config: ControlConfig, observation: Observation, state: ThroughputStat
     if is_slower and change.num_slower + 1 < _JUDGING_TICKS:
         return Judgement(state=replace(state, change=replace(change, num_slower=change.num_slower + 1)))
     state = _without_change(state)
-    if is_growth:
+    if is_growth or change.stored is not None:
         state = replace(state, growth_ms=observation.adapting_ms - change.adapting_ms)
     if not is_slower:
         return Judgement(state=replace(state, intervals=(ms_per_sample,)))
@@ -143,8 +143,13 @@ def bar_undone(
     return barred, batch
 
 
-def watch(state: ThroughputState, observation: Observation, new: Plan) -> ThroughputState:
-    """Returns the state after `new` replaces the plan, with the change and its reference if it is to be judged."""
+def watch(
+    state: ThroughputState, observation: Observation, new: Plan, *, is_stored_faster: bool = False
+) -> ThroughputState:
+    """Returns the state after `new` replaces the plan, with the change and its reference if it is to be judged.
+
+    With `is_stored_faster` the memory plan was changed to save time.
+    """
     old = observation.plan
     if new.steps_as(old):
         return state
@@ -153,7 +158,7 @@ def watch(state: ThroughputState, observation: Observation, new: Plan) -> Throug
     if before is not None:
         timings.append(Timing(batch_size=old.batch_size, ms_per_sample=before))
     usable = [each for each in timings if each is not None and each.batch_size != new.batch_size]
-    if new.precision != old.precision or new.num_micro_batches != old.num_micro_batches:
+    if new.precision != old.precision or Stored.under(new) != Stored.under(old):
         usable = []
     # The farthest: noise counts least.
     other = max(usable, key=lambda timing: abs(timing.batch_size - new.batch_size), default=None)
@@ -161,12 +166,13 @@ def watch(state: ThroughputState, observation: Observation, new: Plan) -> Throug
     lowered = {name: level for name, level in old.precision.items() if new.precision[name].rank < level.rank}
     grown = new.batch_size > old.batch_size
     promoted = any(new.precision[name].rank > level.rank for name, level in old.precision.items())
-    if promoted or not (lowered or grown) or before is None:
+    if promoted or not (lowered or grown or is_stored_faster) or before is None:
         return state
     change = Change(
         ms_per_sample=before,
         precision=lowered,
         batch_size=old.batch_size if grown else None,
+        stored=Stored.under(old) if is_stored_faster else None,
         adapting_ms=observation.adapting_ms,
     )
     return replace(state, change=change)
@@ -194,7 +200,8 @@ def _hold(code: ReasonCode, text: str, value: float | None = None, threshold: fl
 
 def _is_in_force(change: Change, plan: Plan) -> bool:
     is_lowered = all(plan.precision[name].rank < level.rank for name, level in change.precision.items())
-    return is_lowered and (change.batch_size is None or plan.batch_size > change.batch_size)
+    is_stored = change.stored is None or change.stored != Stored.under(plan)
+    return is_lowered and is_stored and (change.batch_size is None or plan.batch_size > change.batch_size)
 
 
 def _next_lower(precision: Precision) -> Precision:
@@ -211,6 +218,8 @@ def _reason(plan: Plan, change: Change, ms_per_sample: float) -> Reason:
         parts.append(f"the lower precision of {names}")
     if change.batch_size is not None:
         parts.append(f"a batch of {plan.batch_size} in place of {change.batch_size}")
+    if change.stored is not None:
+        parts.append("the new memory plan")
     before = change.ms_per_sample
     text = f"{' and '.join(parts)} is slower, {ms_per_sample:.3g} against {before:.3g} ms a sample: undone"
     return Reason(code=ReasonCode.SLOWER, subject="throughput", text=text, value=ms_per_sample, threshold=before)

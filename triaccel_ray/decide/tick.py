@@ -1,4 +1,4 @@
-"""Rule 7: decides one tick, in the order faults, precision, learning rate, batch."""
+"""Rule 7: decides one tick, in the order faults, precision, learning rate, memory plan, batch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from functools import partial
 
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, retreat, undo_growth
+from triaccel_ray.decide.calibration import remember_timing
 from triaccel_ray.decide.curvature import lr_reasons, lr_scale, remember_curvature, smooth_noise
 from triaccel_ray.decide.precision import bar_overflowing, decide_precision, keep_precision
+from triaccel_ray.decide.storage import Conditions, decide_storage, growth_hold, stores_least
 from triaccel_ray.decide.throughput import bar_undone, judge, size_that_pays, watch
 from triaccel_ray.records.plan import Plan, Reason, ReasonCode
 from triaccel_ray.records.signals import Observation
@@ -21,8 +23,9 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     A change that has slowed steps down is undone before anything else is decided.
 
     Pure: the same arguments give the same decision, on which replaying a log relies. At most one change per tick
-    enlarges memory use (any number of layers promoted together, or a larger batch); reductions are not limited. After
-    a plan that could not be applied, precisions stay as they are and nothing is enlarged for one tick.
+    enlarges memory use (any number of layers promoted together, a faster memory plan, or a larger batch); reductions
+    are not limited. After a plan that could not be applied, precisions stay as they are and nothing is enlarged for one
+    tick.
     """
     layers = {name: layer.after_tick() for name, layer in state.layers.items()}
     layers, reasons = remember_curvature(config.curvature, observation, layers)
@@ -51,8 +54,14 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
 
     noise = smooth_noise(config.batch.noise_smoothing, state.batch.noise, observation.noise)
     batch_state = replace(batch_state, noise=noise)
+    retreated = retreat(config.batch, observation, batch_state, keeps_size=stores_least(config, observation))
+    conditions = Conditions(
+        judged=judged, lacks_memory=retreated is not None, may_change=fault is None and precision == before.precision
+    )
+    memory = decide_storage(config, observation, state.memory, conditions)
+    reasons += memory.reasons
     batch: BatchDecision = (
-        retreat(config.batch, observation, batch_state)
+        retreated
         or undo_growth(before, judged.undo, batch_state)
         or decide_batch(
             config.batch,
@@ -60,21 +69,24 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
             batch_state,
             enlarged=enlarged,
             is_unjudged=judged.is_open,
+            hold=growth_hold(config, observation, memory),
             choose_size=partial(size_that_pays, config, observation, judged.state),
         )
     )
     plan = Plan(
         batch_size=batch.batch_size,
-        num_micro_batches=batch.num_micro_batches,
+        num_micro_batches=memory.num_micro_batches or batch.num_micro_batches,
         precision=precision,
         lr_scale=scales,
         batch_lr_scale=batch_lr_scale(config.batch, batch.batch_size, noise),
+        storage=memory.storage,
     )
     reasons += [*batch.reasons, *_batch_lr_reasons(config.batch, before, plan)]
     remembered = ControlState(
         layers=layers,
         batch=batch.state,
-        throughput=watch(judged.state, observation, plan),
+        memory=remember_timing(observation, judged, plan, memory.state),
+        throughput=watch(judged.state, observation, plan, is_stored_faster=memory.is_faster),
         step=observation.step,
         num_skipped=observation.num_skipped,
     )

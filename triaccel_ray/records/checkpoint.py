@@ -11,7 +11,7 @@ import torch
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.records.durable import whole_file
 
-FORMAT = 4
+FORMAT = 5
 
 
 class CheckpointError(ValueError):

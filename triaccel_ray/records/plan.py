@@ -69,10 +69,10 @@ class Plan:
         return has_same_batch and self.precision == other.precision and self.storage == other.storage
 
     def needs_less_than(self, other: Plan) -> bool:
-        """Returns whether the micro-batch, or any layer or region, takes less memory than under `other`."""
+        """Returns whether the micro-batch, or any layer or region, may take less memory than under `other`."""
         return (
             self.micro_batch_size < other.micro_batch_size
-            or not self.storage.keys() <= other.storage.keys()
+            or any(other.storage.get(name) is not kind for name, kind in self.storage.items())
             or any(
                 each.bytes_per_element < other.precision[name].bytes_per_element
                 for name, each in self.precision.items()
@@ -93,11 +93,14 @@ class ReasonCode(StrEnum):
     LR_SCALE = "lr_scale"
     MEMORY_LOW = "memory_low"
     MEMORY_HIGH = "memory_high"
+    MEMORY_PLAN = "memory_plan"
+    MEMORY_MISPREDICTED = "memory_mispredicted"
     HELD_CAPPED = "held_capped"
     HELD_UNJUDGED = "held_unjudged"
     HELD_COST = "held_cost"
     SLOWER = "slower"
     HELD_ENLARGED = "held_enlarged"
+    HELD_STORAGE = "held_storage"
     HELD_NOISE_SCALE = "held_noise_scale"
 
 
@@ -107,7 +110,7 @@ class Reason:
 
     code: ReasonCode
     subject: str
-    """The layer's name, `batch`, `precision` or `throughput`."""
+    """The layer's name, `batch`, `precision`, `memory` or `throughput`."""
     text: str
     """One sentence for the user, with the values."""
     value: float | None = None

@@ -133,6 +133,8 @@ class Observation:
     """Samples until the end of the run; as many as it has trained if its length is unknown."""
     noise: NoiseSignal | None = None
     """None when not measured since the last tick."""
+    regions: tuple[str, ...] = ()
+    """Names of the regions whose storage can change, in forward order; constant during a run."""
     profile: MemoryProfile | None = None
     """Costs of the model's regions; None while they are not needed, or not measured."""
     faults: tuple[Fault, ...] = ()

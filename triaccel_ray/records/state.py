@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from triaccel_ray.config import ControlConfig
-from triaccel_ray.records.plan import Plan, Precision, Reason
+from triaccel_ray.config import Activations, ControlConfig
+from triaccel_ray.records.plan import Plan, Precision, Reason, Storage
 from triaccel_ray.records.signals import NoiseSignal
 
 
@@ -59,6 +59,54 @@ class BatchState:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stored:
+    """How a batch was stored under a plan."""
+
+    storage: Mapping[str, Storage]
+    """`Plan.storage`."""
+    num_micro_batches: int
+
+    @classmethod
+    def under(cls, plan: Plan) -> Stored:
+        """Returns how the batch is stored under `plan`."""
+        return cls(storage=plan.storage, num_micro_batches=plan.num_micro_batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassTiming:
+    """A number of micro-batches and the time of its steps without recomputation and transfers."""
+
+    batch_size: int
+    num_micro_batches: int
+    ms: float
+    """Milliseconds of a step of the whole batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryState:
+    """State of the memory plan."""
+
+    predicted_ms: float | None = None
+    """Predicted milliseconds of a step under the last plan, until it is compared; None if it was not predicted."""
+    predicted_bytes: int | None = None
+    """Predicted peak of the process under the last plan, until it is compared; None if there is nothing to compare."""
+    failed: Stored | None = None
+    """The last plan under which memory ran short, until one that takes as much does not."""
+    cap_ticks_left: int = 0
+    """Ticks for which plans that take about as much as the failed one stay barred."""
+    times_failed: int = 0
+    """Number of times in a row that memory ran short: the bar doubles each time."""
+    hold_ticks: int = 0
+    """Ticks for which no faster plan is tried, after one that was slower or could not be applied."""
+    times_held: int = 0
+    """Number of times that such a plan was undone: the hold doubles each time."""
+    other_timing: PassTiming | None = None
+    """Another number of micro-batches, timed with the current batch size and precisions."""
+    examined_bytes: int | None = None
+    """Room for saved tensors when the last search found no faster plan; None: the next tick searches again."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Change:
     """A change of plan that has yet to be judged by its step times."""
 
@@ -68,6 +116,8 @@ class Change:
     """Name of each layer whose precision was lowered -> its precision before."""
     batch_size: int | None = None
     """Batch size before the change; None if it did not grow."""
+    stored: Stored | None = None
+    """How the batch was stored before; None if that did not change to save time."""
     num_slower: int = 0
     """Number of intervals since the change that were slower."""
     num_waited: int = 0
@@ -93,9 +143,10 @@ class ThroughputState:
     change: Change | None = None
     """The change that is not judged yet, if any."""
     other_timing: Timing | None = None
-    """Another batch size, timed with the current precisions and number of micro-batches."""
+    """Another batch size, timed with the current precisions, number of micro-batches and storage."""
     growth_ms: float | None = None
-    """Milliseconds that the last larger batch cost, in first steps, compilation and captures; None before the first."""
+    """Milliseconds that the last larger batch or faster memory plan cost, in first steps, compilation and captures;
+    None before the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +155,7 @@ class ControlState:
 
     layers: Mapping[str, LayerState]
     batch: BatchState = field(default_factory=BatchState)
+    memory: MemoryState = field(default_factory=MemoryState)
     throughput: ThroughputState = field(default_factory=ThroughputState)
     step: int = 0
     """Optimizer steps done at the last tick."""
@@ -120,8 +172,13 @@ class Decision:
     reasons: tuple[Reason, ...] = ()
 
 
-def initial_decision(config: ControlConfig, layers: Iterable[tuple[str, tuple[Precision, ...]]]) -> Decision:
-    """Returns the plan and state of the first step, from the layers' names and supported precisions."""
+def initial_decision(
+    config: ControlConfig, layers: Iterable[tuple[str, tuple[Precision, ...]]], regions: Iterable[str] = ()
+) -> Decision:
+    """Returns the plan and state of the first step, from the layers' names and supported precisions.
+
+    `regions` are the names of the regions whose storage can change.
+    """
     wanted, default = config.precision.initial_layers, config.precision.initial
     precision = {name: nearest_supported(wanted.get(name, default), supported) for name, supported in layers}
     plan = Plan(
@@ -129,6 +186,7 @@ def initial_decision(config: ControlConfig, layers: Iterable[tuple[str, tuple[Pr
         num_micro_batches=config.batch.accumulate,
         precision=precision,
         lr_scale=dict.fromkeys(precision, 1.0),
+        storage=storage_of_all(config.execution.activations, regions),
     )
     # New layers count as having kept their precision for the dwell time: statistics may act at the first tick.
     dwell_ticks = config.precision.dwell_ticks
@@ -137,6 +195,11 @@ def initial_decision(config: ControlConfig, layers: Iterable[tuple[str, tuple[Pr
         batch=BatchState(ticks_since_change=config.batch.dwell_ticks),
     )
     return Decision(plan=plan, state=state)
+
+
+def storage_of_all(activations: Activations, regions: Iterable[str]) -> dict[str, Storage]:
+    """Returns the storage of regions that are all treated alike; `auto` keeps them all."""
+    return {} if activations in ("auto", "keep") else dict.fromkeys(regions, Storage(activations))
 
 
 def nearest_supported(wanted: Precision, supported: tuple[Precision, ...]) -> Precision:

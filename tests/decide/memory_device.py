@@ -1,0 +1,188 @@
+"""A simulated device for tests of the memory plan, whose memory other processes take and return."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from tests.decide.build import observation_of, out_of_memory
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.decide import Decision, decide, initial_decision
+from triaccel_ray.decide.memory import RECOMPUTE, Measured, added_ms, cheapest_plan, modelled_bytes
+from triaccel_ray.records.plan import Fault, Plan, Precision
+from triaccel_ray.records.signals import MemoryProfile, MemorySignal, Observation, RegionSignal
+
+MIB = 2**20
+REGIONS = tuple("abcdef")
+FIXED = BatchConfig(enabled=False, start=64, minimum=64, oom_cooldown_ticks=5)
+CONFIG = ControlConfig(precision=PrecisionConfig(enabled=False), curvature=CurvatureConfig(enabled=False), batch=FIXED)
+
+PROFILE = MemoryProfile(
+    regions=tuple(
+        RegionSignal(
+            name=name,
+            saved_bytes=(200 + 40 * index) * MIB,
+            input_bytes=30 * MIB,
+            offloadable_bytes=(150 + 40 * index) * MIB,
+            forward_ms=2.0 + index % 3,
+            backward_ms=4.0,
+        )
+        for index, name in enumerate(REGIONS)
+    ),
+    micro_batch_size=64,
+    to_host_bytes_per_ms=55.0 * MIB,
+    to_device_bytes_per_ms=55.0 * MIB,
+)
+
+ELASTIC = replace(
+    CONFIG, batch=BatchConfig(start=128, minimum=64, granularity=32, step_down=32, maximum=128, oom_cooldown_ticks=5)
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device on which the model of memory and time holds, up to factors."""
+
+    profile: MemoryProfile = PROFILE
+    fixed_bytes: int = 500 * MIB
+    total_bytes: int = 4000 * MIB
+    taken_bytes: int = 0
+    """Memory that other processes hold."""
+    bytes_factor: float = 1.0
+    """Real bytes of changed storage by the model's."""
+    ms_factor: float = 1.0
+    pass_ms: float = 1.5
+
+    @property
+    def available_bytes(self) -> int:
+        return self.total_bytes - self.taken_bytes
+
+    def peak_bytes(self, plan: Plan) -> int:
+        kept, stored = (modelled_bytes(self.profile, each, plan.micro_batch_size) for each in ({}, plan.storage))
+        return self.fixed_bytes + round(kept - (kept - stored) * self.bytes_factor)
+
+    def step_ms(self, plan: Plan) -> float:
+        plain = sum(region.forward_ms + region.backward_ms for region in self.profile.regions) + 10.0
+        added = added_ms(self.profile, plan.storage, plan.batch_size) * self.ms_factor
+        return plain + added + self.pass_ms * plan.num_micro_batches
+
+
+@dataclass
+class Run:
+    """The policy in a loop with a device that recomputes everything, then halves, in a step that does not fit."""
+
+    config: ControlConfig = CONFIG
+    device: Device = Device()
+    log: list[tuple[Observation, Decision]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.decision = initial_decision(self.config, [("conv", tuple(Precision))], REGIONS)
+        self.plan, self.adapting_ms = self.decision.plan, 100.0
+
+    def interval(self) -> tuple[Plan, tuple[Fault, ...]]:
+        """The plan that passes, and the faults on the way."""
+        device, passed = self.device, self.plan
+        if device.peak_bytes(passed) <= device.available_bytes:
+            return passed, ()
+        passed = replace(passed, storage=dict.fromkeys(REGIONS, RECOMPUTE))
+        while device.peak_bytes(passed) > device.available_bytes:
+            assert passed.micro_batch_size > 1, "out of memory for good"
+            passed = replace(passed, num_micro_batches=2 * passed.num_micro_batches)
+        fault = out_of_memory(self.plan.batch_size, passed.micro_batch_size)
+        return passed, (replace(fault, stores_least=True),)
+
+    def tick(self, **others: object) -> Decision:
+        passed, faults = self.interval()
+        device, peak = self.device, self.device.peak_bytes(passed)
+        memory = MemorySignal(
+            used_bytes=peak,
+            window_peak_bytes=peak,
+            peak_bytes=peak,
+            limit_bytes=device.total_bytes,
+            free_bytes=device.available_bytes - peak,
+        )
+        is_plain = not self.plan.storage and self.plan.num_micro_batches == 1 and not faults
+        seen = {
+            "memory": memory,
+            "faults": faults,
+            "step_ms": None if faults else device.step_ms(passed),
+            "profile": None if is_plain else device.profile,
+            "regions": REGIONS,
+            "adapting_ms": self.adapting_ms,
+            "samples_left": 10**6,
+        } | others
+        observation = observation_of(self.plan, tick=len(self.log), **seen)
+        self.decision = decide(self.config, observation, self.decision.state)
+        self.log.append((observation, self.decision))
+        self.adapting_ms += 100.0 * (not self.decision.plan.steps_as(self.plan))
+        self.plan = self.decision.plan
+        return self.decision
+
+    def ticks(self, number: int) -> list[Decision]:
+        return [self.tick() for _ in range(number)]
+
+    @property
+    def num_failures(self) -> int:
+        return sum(bool(observation.faults) for observation, _ in self.log)
+
+    def num_changes(self, last: int) -> int:
+        return sum(not decision.plan.steps_as(observation.plan) for observation, decision in self.log[-last:])
+
+    def best_ms(self) -> float:
+        """Milliseconds of the fastest plan that fits by what is true of the device."""
+        plain = replace(self.plan, storage={}, num_micro_batches=1)
+        device = self.device
+        measured = Measured(
+            plan=plain,
+            peak_bytes=device.peak_bytes(plain),
+            step_ms=device.step_ms(plain),
+            pass_ms=device.pass_ms,
+        )
+        budget = int(0.97 * device.available_bytes)
+        chosen = cheapest_plan(device.profile, measured, budget_bytes=budget, changeable=REGIONS)
+        return chosen.prediction.ms
+
+
+SMALL = Device(total_bytes=1700 * MIB)
+
+
+def device_of(seed: int) -> Device:
+    chance = random.Random(seed)
+    regions = tuple(
+        RegionSignal(
+            name=name,
+            saved_bytes=(saved := chance.randint(50, 500) * MIB),
+            input_bytes=int(saved * chance.uniform(0.05, 0.6)),
+            offloadable_bytes=int(saved * chance.uniform(0.0, 0.95)),
+            forward_ms=chance.uniform(0.5, 5.0),
+            backward_ms=chance.uniform(1.0, 10.0),
+        )
+        for name in REGIONS
+    )
+    bandwidth = chance.choice([0.0, 20.0, 55.0, 200.0]) * MIB
+    profile = MemoryProfile(
+        regions=regions,
+        micro_batch_size=64,
+        to_host_bytes_per_ms=bandwidth,
+        to_device_bytes_per_ms=bandwidth,
+        can_split=chance.random() < 0.5,
+    )
+    kept = modelled_bytes(profile, {}, 64)
+    return Device(
+        profile=profile,
+        total_bytes=500 * MIB + int(kept * 1.2),
+        bytes_factor=chance.choice([1.0, 1.0, 0.8, 0.9, 1.1]),
+        ms_factor=chance.choice([1.0, 0.8, 1.3]),
+        pass_ms=chance.choice([0.0, 0.5, 5.0]),
+    )
+
+
+def neighbours(run: Run, seed: int, ticks: int) -> Iterator[Decision]:
+    """Memory is taken and returned every few ticks."""
+    chance = random.Random(seed)
+    device = run.device
+    kept = device.total_bytes - 500 * MIB
+    for _ in range(ticks):
+        if chance.random() < 0.05:
+            run.device = replace(device, taken_bytes=int(kept * chance.choice([0.0, 0.3, 0.5, 0.7])))
+        yield run.tick()
+    run.device = replace(device, taken_bytes=int(kept * 0.4))

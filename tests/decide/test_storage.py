@@ -1,0 +1,228 @@
+"""The memory plan in the tick, on a simulated device."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.decide.build import codes
+from tests.decide.memory_device import CONFIG, ELASTIC, MIB, REGIONS, SMALL, Device, Run, device_of, neighbours
+from triaccel_ray.config import ExecutionConfig, PrecisionConfig
+from triaccel_ray.decide import Decision, decide, replay
+from triaccel_ray.decide.memory import KEEP, OFFLOAD, RECOMPUTE
+from triaccel_ray.records.codec import decode, encode
+from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision, ReasonCode
+from triaccel_ray.records.signals import LayerSignal, Observation
+
+
+def reasons_of(run: Run, code: ReasonCode) -> list[str]:
+    return [reason.text for _, decision in run.log for reason in decision.reasons if reason.code is code]
+
+
+def test_a_batch_that_does_not_fit_is_recomputed_then_planned():
+    run = Run(device=SMALL)
+    first = run.tick()
+    assert first.plan.storage == dict.fromkeys(REGIONS, RECOMPUTE)
+    assert (first.plan.batch_size, first.plan.num_micro_batches) == (64, 1)
+    assert codes(first, "memory") == [ReasonCode.MEMORY_PLAN]
+    assert "6 of 6 regions recomputed" in first.reasons[0].text
+    second = run.tick()
+    assert second.plan.storage != first.plan.storage
+    assert second.state.memory.predicted_ms < SMALL.step_ms(first.plan)
+    assert second.state.memory.predicted_bytes <= 0.97 * SMALL.total_bytes
+    run.ticks(20)
+    assert run.num_failures == 1
+    assert SMALL.step_ms(run.plan) <= 1.03 * run.best_ms()
+    assert run.num_changes(last=10) == 0
+    text = reasons_of(run, ReasonCode.MEMORY_PLAN)[1]
+    assert text.startswith("memory plan: ")
+    assert "GiB and" in text
+
+
+def test_a_plan_that_is_as_predicted_is_not_reported():
+    run = Run(device=SMALL)
+    run.ticks(10)
+    # Micro-batches are tried before the cost of a pass is known, hence times may differ, bytes never.
+    assert not any("peak" in text for text in reasons_of(run, ReasonCode.MEMORY_MISPREDICTED))
+    wrong = Run(device=replace(SMALL, bytes_factor=0.7))
+    wrong.ticks(10)
+    assert any("peak" in text for text in reasons_of(wrong, ReasonCode.MEMORY_MISPREDICTED))
+
+
+def test_storage_returns_to_keep_once_memory_does():
+    run = Run(device=SMALL)
+    run.ticks(10)
+    run.device = Device()
+    run.ticks(20)
+    assert (run.plan.storage, run.plan.num_micro_batches) == ({}, 1)
+    assert run.num_failures == 1
+
+
+def test_a_neighbour_that_takes_memory_makes_the_plan_smaller_before_it_fails():
+    run = Run(device=replace(SMALL, total_bytes=2200 * MIB))
+    run.ticks(10)
+    peak = run.device.peak_bytes(run.plan)
+    failures = run.num_failures
+    run.device = replace(run.device, taken_bytes=run.device.total_bytes - peak)  # all that is free
+    decision = run.tick()
+    assert ReasonCode.MEMORY_PLAN in codes(decision, "memory")
+    assert run.device.peak_bytes(decision.plan) <= 0.97 * peak
+    run.ticks(20)
+    assert run.num_failures == failures
+    assert run.num_changes(last=10) == 0
+
+
+def test_a_plan_that_is_slower_than_predicted_is_undone_and_held():
+    """Transfers are far slower than the profile says."""
+    profile = replace(SMALL.profile, can_split=False)
+    run = Run(device=replace(SMALL, profile=profile, ms_factor=1.0))
+    run.ticks(1)
+    least = run.plan
+
+    class Slow(Device):
+        def step_ms(self, plan: Plan) -> float:
+            return super().step_ms(plan) + 40.0 * (OFFLOAD in plan.storage.values())
+
+    run.device = Slow(profile=profile, total_bytes=SMALL.total_bytes)
+    decisions = run.ticks(60)
+    assert any(OFFLOAD in decision.plan.storage.values() for decision in decisions)
+    undone = [decision for decision in decisions if ReasonCode.SLOWER in codes(decision, "throughput")]
+    assert undone
+    assert undone[0].plan.storage == least.storage
+    assert len(undone) <= 4  # held for 5, 10, 20, ... ticks
+    assert reasons_of(run, ReasonCode.MEMORY_MISPREDICTED)
+
+
+def test_a_plan_that_saves_less_than_it_costs_waits():
+    run = Run(device=SMALL)
+    run.tick()
+    decision = run.tick(samples_left=64)
+    assert decision.plan.storage == dict.fromkeys(REGIONS, RECOMPUTE)
+    assert ReasonCode.HELD_COST in codes(decision, "memory")
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute", "offload"])
+def test_other_activations_than_auto_are_constant(mode):
+    config = replace(CONFIG, execution=ExecutionConfig(activations=mode))
+    run = Run(config, SMALL)
+    expected = {"keep": {}, "recompute": dict.fromkeys(REGIONS, RECOMPUTE), "offload": dict.fromkeys(REGIONS, OFFLOAD)}
+    assert run.plan.storage == expected[mode]
+    for decision in run.ticks(10):
+        assert decision.plan.storage == expected[mode]
+        assert codes(decision, "memory") == []
+
+
+def test_an_elastic_batch_shrinks_first_and_grows_only_once_everything_is_kept():
+    run = Run(ELASTIC, SMALL)
+    run.tick()
+    assert run.plan.batch_size < 128
+    assert run.plan.storage == {}
+    run.ticks(10)
+    assert run.plan.batch_size == 64
+    assert run.plan.storage or run.plan.num_micro_batches > 1
+    run.device = Device(total_bytes=8000 * MIB)
+    sizes = [(decision.plan.batch_size, bool(decision.plan.storage)) for decision in run.ticks(40)]
+    assert run.plan.batch_size > 64
+    assert all(size == 64 for size, is_stored in sizes if is_stored)
+
+
+def test_storage_survives_a_change_of_precision():
+    config = replace(CONFIG, precision=PrecisionConfig(tau_low=1e-9, tau_high=1e-3, dwell_ticks=0))
+    run = Run(config, SMALL)
+    run.ticks(8)
+    observation, _ = run.log[-1]
+    promoted = replace(
+        observation,
+        plan=run.plan,
+        layers=(LayerSignal(name="conv", variance=1.0),),
+    )
+    decision = decide(config, promoted, run.decision.state)
+    assert decision.plan.precision["conv"] is Precision.FP32
+    assert (decision.plan.storage, decision.plan.num_micro_batches) == (run.plan.storage, run.plan.num_micro_batches)
+
+
+def test_a_plan_may_need_less_wherever_a_region_is_stored_otherwise():
+    plain = replace(Run().plan, storage={})
+    recomputed, offloaded = (replace(plain, storage={"a": kind}) for kind in (RECOMPUTE, OFFLOAD))
+    assert recomputed.needs_less_than(plain)
+    assert recomputed.needs_less_than(offloaded)
+    assert offloaded.needs_less_than(recomputed)
+    assert not plain.needs_less_than(recomputed)
+
+
+def test_without_the_rule_of_slowdowns_what_an_error_has_led_to_stays():
+    run = Run(replace(CONFIG, revert_slowdowns=False), SMALL)
+    assert all(decision.plan.storage == dict.fromkeys(REGIONS, RECOMPUTE) for decision in run.ticks(20))
+    assert run.num_failures == 1
+
+
+def test_a_plan_that_fails_to_apply_is_held():
+    run = Run(device=SMALL)
+    run.ticks(1)
+    before = run.plan
+    run.tick()
+    assert run.plan != before
+    run.plan = before
+    failed = Fault(kind=FaultKind.APPLY_FAILED, step=1, phase="apply", batch_size=64, detail="no memory")
+    run.tick(faults=(failed,))
+    assert all(decision.plan.storage == before.storage for decision in run.ticks(4))
+    run.ticks(10)
+    assert run.plan.storage != before.storage
+
+
+def test_a_planned_step_that_cannot_be_captured_takes_less():
+    run = Run(device=SMALL)
+    run.ticks(12)
+    before = run.plan
+    micro = {"batch_size": before.batch_size, "micro_batch_size": before.micro_batch_size}
+    run.tick(faults=(Fault(kind=FaultKind.CAPTURE_OUT_OF_MEMORY, step=1, phase="capture", **micro),))
+    assert SMALL.peak_bytes(run.plan) < SMALL.peak_bytes(before)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6))
+def test_no_death_no_oscillation_and_the_cheapest_plan_in_the_end(seed):
+    run = Run(device=device_of(seed))
+    for decision in neighbours(run, seed, 200):
+        before = run.log[-1][0].plan
+        changed = decision.plan.storage != before.storage
+        assert not changed or {ReasonCode.MEMORY_PLAN} & set(codes(decision, "memory"))
+    assert run.num_changes(last=200) < 80
+    failures = run.num_failures
+    run.ticks(300)
+    assert run.num_failures - failures <= 7  # a bar doubles from 5 ticks on
+    assert run.num_changes(last=150) <= 6
+    device = run.device
+    assert device.peak_bytes(run.plan) <= device.available_bytes
+    if device.bytes_factor == 1.0 and device.ms_factor == 1.0:
+        assert device.step_ms(run.plan) <= 1.04 * run.best_ms()
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 10**6))
+def test_an_elastic_batch_keeps_everything_and_grows_once_memory_is_plentiful(seed):
+    run = Run(ELASTIC, device_of(seed))
+    list(neighbours(run, seed, 100))
+    run.device = replace(run.device, taken_bytes=0, total_bytes=10 * run.device.total_bytes)
+    run.ticks(5 * 2**5 + 50)  # longer than any bar
+    assert (run.plan.batch_size, run.plan.storage, run.plan.num_micro_batches) == (128, {}, 1)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 10**6), st.booleans())
+def test_replay_reproduces_memory_plans(seed, is_elastic):
+    run = Run(ELASTIC if is_elastic else CONFIG, device_of(seed))
+    list(neighbours(run, seed, 100))
+    replayed = replay(run.config, run.log)
+    assert replayed.diverged_at is None
+    assert replayed.decisions == tuple(decision for _, decision in run.log)
+    assert decode(Decision, encode(run.decision)) == run.decision
+    observation = run.log[-1][0]
+    assert decode(Observation, encode(observation)) == observation
+
+
+def test_everything_kept_needs_no_plan():
+    run = Run()
+    assert all(decision.plan.storage == {} and not decision.reasons for decision in run.ticks(10))
+    assert KEEP not in run.plan.storage.values()

@@ -1,0 +1,305 @@
+"""The memory planner: predicts what a plan of storage costs, and finds the cheapest plan that fits.
+
+The regions' saved tensors are kept, recomputed (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), or
+offloaded to the host and prefetched one region ahead (AccUDNN, Guo et al. 2018). AccUDNN's performance model chooses
+what to swap. Here recomputation and micro-batches compete with it, and measurements calibrate the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from triaccel_ray.records.plan import Plan, Storage
+from triaccel_ray.records.signals import MemoryProfile, RegionSignal
+
+KEEP, RECOMPUTE, OFFLOAD = Storage
+_COARSE, _FINE = 32, 1024
+"""Numbers of partial plans carried from one region to the next, in a first search and in one bounded by its result."""
+_ONE_NS = 1 << 20
+"""Weight of a nanosecond in the cost of a plan; a changed region weighs 1 and decides between equal times."""
+
+_Point = tuple[int, int, int]
+"""A partial plan: bytes held, cost, and the storages of its regions as digits to the base 3."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Measurements under the plan in force, by which predictions are calibrated."""
+
+    plan: Plan
+    peak_bytes: int
+    """Largest memory of the process under `plan`."""
+    step_ms: float | None = None
+    """Milliseconds of a step of the whole batch; None if not timed."""
+    pass_ms: float = 0.0
+    """Milliseconds that each further micro-batch adds to a step of the same batch; 0 until two numbers were timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a plan is predicted to cost."""
+
+    ms: float | None
+    """Milliseconds of a step of the whole batch; None if steps under the plan in force were not timed."""
+    peak_bytes: int
+    """Largest memory of the process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Storage and number of micro-batches, with their predicted cost."""
+
+    storage: Mapping[str, Storage]
+    """Only the regions that do not keep their tensors."""
+    num_micro_batches: int
+    prediction: Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """A region's costs as integers: bytes and nanoseconds of one pass of the profile's micro-batch."""
+
+    saved: int
+    moved: int
+    held: tuple[int, int, int]
+    """Bytes between the passes, for KEEP, RECOMPUTE and OFFLOAD."""
+    forward_ns: int
+    backward_ns: int
+    to_host_ns: int
+    to_device_ns: int
+
+    def exposed_ns(self, following: _Region, storage: int) -> int:
+        """Returns how long compute waits for this region's transfers if it is offloaded."""
+        behind = following.backward_ns + (following.forward_ns if storage == 1 else 0)
+        return max(self.to_host_ns - following.forward_ns, 0) + max(self.to_device_ns - behind, 0)
+
+
+_END = _Region(0, 0, (0, 0, 0), 0, 0, 0, 0)
+
+
+def modelled_bytes(profile: MemoryProfile, storage: Mapping[str, Storage], micro_batch_size: int) -> int:
+    """Returns the largest number of bytes that the regions' saved tensors take at once.
+
+    With held(i) the bytes of region i between the passes (saved_bytes, input_bytes or what cannot be offloaded):
+    max over i of sum_{j<i} held(j) + saved_bytes(i) + offloadable_bytes(i-1) if that is offloaded, for its copy is
+    under way while region i runs, in either pass. Bytes are proportional to the micro-batch size.
+    """
+    held = peak = moving = 0
+    for region, kind in zip(_regions(profile), _kinds(profile, storage), strict=True):
+        peak = max(peak, held + region.saved + moving)
+        held += region.held[kind]
+        moving = region.moved if kind == 2 else 0
+    return -(-peak * micro_batch_size // profile.micro_batch_size)
+
+
+def added_ms(profile: MemoryProfile, storage: Mapping[str, Storage], batch_size: int) -> float:
+    """Returns the milliseconds that recomputation and transfers add to a step of `batch_size` samples.
+
+    A recomputed region adds its forward pass. The copy of an offloaded region i to the host starts with the forward
+    pass of region i+1, and region i+2 waits for it; the copy back starts with the backward pass of region i+1, and that
+    of region i waits for it. So each copy is exposed by what it takes longer than region i+1, and copies never queue.
+    Times are proportional to samples: the number of micro-batches does not change their sum.
+    """
+    return _per_batch(profile, _added_ns(_regions(profile), _kinds(profile, storage)), batch_size)
+
+
+def predict(
+    profile: MemoryProfile, measured: Measured, storage: Mapping[str, Storage], num_micro_batches: int
+) -> Prediction:
+    """Returns the predicted cost of a plan: what is measured under the plan in force, plus the model's difference."""
+    old = measured.plan
+    now = modelled_bytes(profile, old.storage, old.micro_batch_size)
+    new = modelled_bytes(profile, storage, -(-old.batch_size // num_micro_batches))
+    ms = measured.step_ms
+    if ms is not None:
+        ms += measured.pass_ms * (num_micro_batches - old.num_micro_batches)
+        ms += added_ms(profile, storage, old.batch_size) - added_ms(profile, old.storage, old.batch_size)
+        ms = max(ms, 0.0)
+    return Prediction(ms=ms, peak_bytes=measured.peak_bytes + new - now)
+
+
+def cheapest_plan(
+    profile: MemoryProfile,
+    measured: Measured,
+    *,
+    budget_bytes: int,
+    changeable: Collection[str],
+    accumulate: int = 1,
+    most_bytes: int | None = None,
+) -> MemoryPlan | None:
+    """Returns the fastest plan by `predict` whose predicted peak fits; None if none fits.
+
+    Of plans that are equally fast it returns one with the fewest micro-batches, then the fewest changed regions. If
+    micro-batches would change the results, they are used only where no plan fits without.
+
+    Args:
+        profile: costs of the regions.
+        measured: calibration; its plan gives the batch size.
+        budget_bytes: limit on the predicted peak.
+        changeable: names of the regions that may be recomputed or offloaded.
+        accumulate: least number of micro-batches.
+        most_bytes: limit on `modelled_bytes`, which bars plans that failed; None: no limit.
+    """
+    plan = measured.plan
+    room = budget_bytes - measured.peak_bytes + modelled_bytes(profile, plan.storage, plan.micro_batch_size)
+    room = room if most_bytes is None else min(room, most_bytes)
+    regions, choices = _regions(profile), _choices(profile, changeable)
+    best: tuple[float, int, int] | None = None
+    for parts in _numbers_of_parts(plan, accumulate):
+        if best is not None and (not profile.can_split or measured.pass_ms * parts >= best[0]):
+            break
+        found = _cheapest(regions, choices, room * profile.micro_batch_size // -(-plan.batch_size // parts))
+        if found is None:
+            continue
+        cost, digits = found
+        ms = _per_batch(profile, cost // _ONE_NS, plan.batch_size) + measured.pass_ms * parts
+        if best is None or ms < best[0]:
+            best = ms, parts, digits
+        if cost < _ONE_NS:
+            break  # more parts would save no more
+    if best is None:
+        return None
+    storage = _storage_of(profile, best[2])
+    return MemoryPlan(
+        storage=storage, num_micro_batches=best[1], prediction=predict(profile, measured, storage, best[1])
+    )
+
+
+def least_plan(profile: MemoryProfile, measured: Measured, *, changeable: Collection[str]) -> MemoryPlan:
+    """Returns a plan of nearly the least predicted peak with the micro-batches in force: all that reduces it.
+
+    It is the better one of recomputing every region and of storing each one in its smallest form.
+    """
+    plan, regions, choices = measured.plan, _regions(profile), _choices(profile, changeable)
+    plans = []
+    for allowed in ((0, 1), (0, 1, 2)):
+        digits = 0
+        for region, kinds in zip(regions, choices, strict=True):
+            digits = 3 * digits + min(set(kinds) & set(allowed), key=lambda kind: (region.held[kind], kind))
+        storage = _storage_of(profile, digits)
+        prediction = predict(profile, measured, storage, plan.num_micro_batches)
+        plans.append(MemoryPlan(storage=storage, num_micro_batches=plan.num_micro_batches, prediction=prediction))
+    return min(plans, key=lambda each: each.prediction.peak_bytes)
+
+
+def _regions(profile: MemoryProfile) -> list[_Region]:
+    return [_region(profile, each) for each in profile.regions]
+
+
+def _region(profile: MemoryProfile, signal: RegionSignal) -> _Region:
+    saved = signal.saved_bytes
+    moved = min(signal.offloadable_bytes, saved)
+    rates = profile.to_host_bytes_per_ms, profile.to_device_bytes_per_ms
+    to_host, to_device = (math.ceil(1e6 * moved / rate) if rate > 0 else 0 for rate in rates)
+    held = saved, min(signal.input_bytes, saved), saved - moved
+    return _Region(
+        saved, moved, held, round(1e6 * signal.forward_ms), round(1e6 * signal.backward_ms), to_host, to_device
+    )
+
+
+def _kinds(profile: MemoryProfile, storage: Mapping[str, Storage]) -> list[int]:
+    order = {KEEP: 0, RECOMPUTE: 1, OFFLOAD: 2}
+    return [order[storage.get(region.name, KEEP)] for region in profile.regions]
+
+
+def _storage_of(profile: MemoryProfile, digits: int) -> dict[str, Storage]:
+    kinds: list[Storage] = []
+    for _ in profile.regions:
+        digits, kind = divmod(digits, 3)
+        kinds.append((KEEP, RECOMPUTE, OFFLOAD)[kind])
+    named = zip(profile.regions, reversed(kinds), strict=True)
+    return {region.name: kind for region, kind in named if kind is not KEEP}
+
+
+def _choices(profile: MemoryProfile, changeable: Collection[str]) -> list[tuple[int, ...]]:
+    """Returns each region's storages that could pay."""
+    has_link = min(profile.to_host_bytes_per_ms, profile.to_device_bytes_per_ms) > 0
+    choices: list[tuple[int, ...]] = []
+    for region in profile.regions:
+        recompute = (1,) if region.input_bytes < region.saved_bytes else ()
+        offload = (2,) if has_link and region.offloadable_bytes > 0 else ()
+        choices.append((0, *recompute, *offload) if region.name in changeable else (0,))
+    return choices
+
+
+def _numbers_of_parts(plan: Plan, accumulate: int) -> list[int]:
+    """Returns the numbers of micro-batches to choose from: the one in force, and `accumulate` times powers of two."""
+    doubled = (accumulate << power for power in range(plan.batch_size.bit_length()))
+    return sorted({plan.num_micro_batches, *(parts for parts in doubled if parts <= plan.batch_size)})
+
+
+def _added_ns(regions: Sequence[_Region], kinds: Sequence[int]) -> int:
+    total = sum(region.forward_ns for region, kind in zip(regions, kinds, strict=True) if kind == 1)
+    for (region, kind), (following, next_kind) in pairwise(zip([*regions, _END], [*kinds, 0], strict=True)):
+        total += region.exposed_ns(following, next_kind) if kind == 2 else 0
+    return total
+
+
+def _per_batch(profile: MemoryProfile, nanoseconds: int, batch_size: int) -> float:
+    return 1e-6 * nanoseconds * batch_size / profile.micro_batch_size
+
+
+def _cheapest(regions: Sequence[_Region], choices: Sequence[tuple[int, ...]], room: int) -> tuple[int, int] | None:
+    """Returns cost and digits of the cheapest storages whose peak is at most `room` bytes; None if there are none."""
+    coarse = _search(regions, choices, room, _COARSE, math.inf)
+    return coarse and min(coarse, _search(regions, choices, room, _FINE, coarse[0]) or coarse)
+
+
+def _search(
+    regions: Sequence[_Region], choices: Sequence[tuple[int, ...]], room: int, most_points: int, most_cost: float
+) -> tuple[int, int] | None:
+    """Returns cost and digits of the cheapest storages found within `room` bytes and `most_cost`.
+
+    Dynamic programming in forward order. What is to come depends on a partial plan only through the bytes held and
+    whether its last region is offloaded. So for either case it carries the partial plans of which no other holds less
+    and costs no more, and among more than `most_points`, the ones that `_thinned` leaves.
+    """
+    limits = [room]  # on the bytes held before each region, such that the regions to come can still fit
+    for region, kinds in zip(reversed(regions), reversed(choices), strict=True):
+        limits.append(min(room - region.saved, limits[-1] - min(region.held[kind] for kind in kinds)))
+    fronts: tuple[list[_Point], list[_Point]] = ([(0, 0, 0)] if limits.pop() >= 0 else [], [])
+    before = _END
+    for region, kinds in zip([*regions, _END], [*choices, (0,)], strict=True):
+        limit = limits.pop() if limits else room
+        pools: tuple[list[_Point], list[_Point]] = ([], [])
+        for is_offloaded, front in enumerate(fronts):
+            most = room - region.saved - (before.moved if is_offloaded else 0)
+            for kind in kinds:
+                wait_ns = before.exposed_ns(region, kind) if is_offloaded else 0
+                cost = _ONE_NS * (wait_ns + (region.forward_ns if kind == 1 else 0)) + (kind > 0)
+                held = region.held[kind]
+                bound = min(most, limit - held)
+                pools[kind == 2].extend(
+                    (taken + held, spent + cost, 3 * digits + kind)
+                    for taken, spent, digits in front
+                    if taken <= bound and spent <= most_cost - cost
+                )
+        fronts, before = (_thinned(pools[0], most_points), _thinned(pools[1], most_points)), region
+    return min(((spent, digits // 3) for _, spent, digits in fronts[0]), default=None)
+
+
+def _thinned(points: list[_Point], most: int) -> list[_Point]:
+    """Returns the points of which no other holds less and costs no more, and of many, at most `most` + 2.
+
+    The range of costs is divided into equal parts, of which each keeps the point that holds least. So a thinning loses
+    at most one part, a `most`-th of the range, and never the point that holds least or the one that costs least.
+    """
+    points.sort()
+    front: list[_Point] = []
+    best = math.inf
+    for point in points:
+        if point[1] < best:
+            best = point[1]
+            front.append(point)
+    if len(front) <= most:
+        return front
+    width = (front[0][1] - front[-1][1]) // most + 1
+    kept, last = [], -1
+    for point in front:
+        if point[1] // width != last:
+            kept.append(point)
+            last = point[1] // width
+    return kept if kept[-1] == front[-1] else [*kept, front[-1]]

@@ -1,0 +1,313 @@
+"""The memory plan in the tick: when the planner runs, which of its plans are barred, and what they were worth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from triaccel_ray.config import BatchConfig, ControlConfig
+from triaccel_ray.decide.batch import GIB
+from triaccel_ray.decide.calibration import BARRED_SHARE, bytes_of, compare, is_tight, measure
+from triaccel_ray.decide.memory import (
+    OFFLOAD,
+    RECOMPUTE,
+    Measured,
+    MemoryPlan,
+    Prediction,
+    cheapest_plan,
+    least_plan,
+    modelled_bytes,
+)
+from triaccel_ray.decide.throughput import Judgement
+from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode, Storage
+from triaccel_ray.records.signals import MemoryProfile, Observation
+from triaccel_ray.records.state import MemoryState, Stored, storage_of_all
+
+_BUDGET_SHARE = 0.97
+"""Share of the attainable memory that a plan may be predicted to take; the rest is for errors of prediction."""
+_FASTER_SHARE = 0.97
+"""A plan replaces the one in force if its predicted time is at most this share, for medians vary by 1 %; one that keeps
+everything of the undivided batch, if it is no slower."""
+_MOST_DOUBLINGS = 5
+"""How often the ticks for which plans are barred double at most."""
+_SEARCH_AGAIN = 0.02
+"""Relative change of the room for saved tensors from which on a search is repeated that found nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryDecision:
+    """The storage of the next interval, the new state, and the reasons."""
+
+    storage: Mapping[str, Storage]
+    state: MemoryState
+    num_micro_batches: int | None = None
+    """None: as the batch rule decides."""
+    is_faster: bool = False
+    """Whether the plan was changed to save time, which is to be judged."""
+    reasons: tuple[Reason, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What the rules before this one have decided at a tick."""
+
+    judged: Judgement
+    lacks_memory: bool
+    """Whether the batch rule retreats after a failure of this interval."""
+    may_change: bool
+    """Whether a faster plan may be tried: no precision changes at this tick, and no plan failed to apply."""
+
+
+def stores_least(config: ControlConfig, observation: Observation) -> bool:
+    """Returns whether a batch that cannot shrink ran out of memory, and passed once all regions were recomputed."""
+    plan_may_change = config.execution.activations == "auto" and _is_smallest(config.batch, observation.plan)
+    out_of_memory = (fault for fault in observation.faults if fault.kind is FaultKind.OUT_OF_MEMORY)
+    return plan_may_change and any(fault.stores_least and fault.batch_size > 0 for fault in out_of_memory)
+
+
+def decide_storage(
+    config: ControlConfig, observation: Observation, state: MemoryState, conditions: Conditions
+) -> MemoryDecision:
+    """Returns what becomes of saved tensors in the next interval (AccUDNN's memory optimizer).
+
+    Only a batch that cannot shrink is planned: an elastic one above its smallest size shrinks and keeps everything.
+
+    - After an out-of-memory error that passed once all regions were recomputed, all stay recomputed.
+    - A plan that was slower than predicted is undone, and no other is tried for a while.
+    - Where memory is nearly exhausted, because other processes took it, the cheapest plan that still fits is chosen.
+    - Otherwise the cheapest plan is chosen if it is faster and saves more time than it costs. It is chosen anyway if it
+      undoes micro-batches that change the results, or keeps everything of an elastic batch that memory lets grow.
+
+    Without `revert_slowdowns` timings decide nothing: what an error has led to stays.
+    """
+    plan, mode, undo = observation.plan, config.execution.activations, conditions.judged.undo
+    if mode != "auto":
+        return MemoryDecision(storage=storage_of_all(mode, observation.regions), state=state)
+    state = _after_tick(state)
+    if state.predicted_bytes is not None and observation.apply_fault is not None:
+        state = _held(config, state)
+    state, reasons = compare(observation, state)
+    unchanged = MemoryDecision(storage=plan.storage, state=state, reasons=reasons)
+    if conditions.lacks_memory:
+        return _after_failure(config, observation, unchanged)
+    if undo is not None and undo.stored is not None:
+        return replace(
+            unchanged,
+            storage=undo.stored.storage,
+            num_micro_batches=undo.stored.num_micro_batches,
+            state=_held(config, state),
+            reasons=(*reasons, _plan_reason(observation, undo.stored, "the faster plan was slower")),
+        )
+    if config.revert_slowdowns and _is_smallest(config.batch, plan) and observation.regions:
+        return _planned(config, observation, unchanged, conditions)
+    return unchanged
+
+
+def is_planned(config: ControlConfig, observation: Observation) -> bool:
+    """Returns whether the batch is stored otherwise than asked for, and the planner decides how."""
+    plan = observation.plan
+    is_split = plan.num_micro_batches > config.batch.accumulate and observation.profile is not None
+    may_plan = config.execution.activations == "auto" and config.revert_slowdowns and bool(observation.regions)
+    return may_plan and _is_smallest(config.batch, plan) and (bool(plan.storage) or is_split)
+
+
+def growth_hold(config: ControlConfig, observation: Observation, decided: MemoryDecision) -> Reason | None:
+    """Returns why neither the batch nor its micro-batches may grow: the memory plan comes first; None if they may."""
+    if not is_planned(config, observation) and decided.num_micro_batches is None:
+        return None
+    text = "waits: memory does not suffice to keep what the regions of the undivided batch save"
+    return Reason(code=ReasonCode.HELD_STORAGE, subject="batch", text=text)
+
+
+def _planned(
+    config: ControlConfig, observation: Observation, unchanged: MemoryDecision, conditions: Conditions
+) -> MemoryDecision:
+    """Returns a smaller plan if memory is nearly exhausted, or a faster one."""
+    profile, judged, in_use = observation.profile, conditions.judged, is_planned(config, observation)
+    if profile is None:
+        return unchanged
+    measured = measure(observation, judged, unchanged.state)
+    lacks_memory = _share(config, observation) > config.batch.rho_high and is_tight(observation.memory)
+    if lacks_memory or (in_use and _is_not_capturable(observation)):
+        return _smaller(config, observation, unchanged, profile, measured)
+    if in_use and conditions.may_change and not judged.is_open:
+        return _faster(config, observation, unchanged, profile, measured, judged.state.growth_ms)
+    return unchanged
+
+
+def _is_smallest(config: BatchConfig, plan: Plan) -> bool:
+    return not config.enabled or plan.batch_size == config.minimum
+
+
+def _is_not_capturable(observation: Observation) -> bool:
+    """Returns whether memory did not suffice to capture the step of the plan in force, which runs eagerly."""
+    plan = observation.plan
+    sizes = plan.batch_size, plan.micro_batch_size
+    faults = (each for each in observation.faults if each.kind is FaultKind.CAPTURE_OUT_OF_MEMORY)
+    return any((fault.batch_size, fault.micro_batch_size) == sizes for fault in faults)
+
+
+def _after_tick(state: MemoryState) -> MemoryState:
+    cap_ticks_left = max(state.cap_ticks_left - 1, 0)
+    return replace(
+        state,
+        cap_ticks_left=cap_ticks_left,
+        hold_ticks=max(state.hold_ticks - 1, 0),
+        examined_bytes=None if state.cap_ticks_left != cap_ticks_left == 0 else state.examined_bytes,
+    )
+
+
+def _after_failure(config: ControlConfig, observation: Observation, unchanged: MemoryDecision) -> MemoryDecision:
+    """Returns all regions recomputed if that is what passed after an out-of-memory error, and bars the failed plan."""
+    plan, state = observation.plan, unchanged.state
+    kinds = {FaultKind.OUT_OF_MEMORY, FaultKind.CAPTURE_OUT_OF_MEMORY}
+    ran_short = any(fault.kind in kinds for fault in observation.faults)
+    state = replace(state, predicted_bytes=None, predicted_ms=None)
+    if ran_short and _is_smallest(config.batch, plan):
+        state = _barred(config, state, plan)
+    least = dict.fromkeys(observation.regions, RECOMPUTE)
+    if not stores_least(config, observation) or plan.storage == least:
+        return replace(unchanged, state=state)
+    stored = Stored(storage=least, num_micro_batches=plan.num_micro_batches)
+    reason = _plan_reason(observation, stored, "the step that ran out of memory passed so")
+    return replace(unchanged, storage=least, state=state, reasons=(*unchanged.reasons, reason))
+
+
+def _smaller(
+    config: ControlConfig,
+    observation: Observation,
+    unchanged: MemoryDecision,
+    profile: MemoryProfile,
+    measured: Measured,
+) -> MemoryDecision:
+    """Returns the cheapest plan that fits what is attainable now; if none does, the one that takes least."""
+    state = _barred(config, unchanged.state, observation.plan)
+    chosen = _search(config, observation, state, profile, measured)
+    chosen = chosen or least_plan(profile, measured, changeable=observation.regions)
+    if chosen.prediction.peak_bytes >= measured.peak_bytes:
+        return unchanged
+    why = f"{observation.memory.attainable_bytes / GIB:.2f} GiB are attainable"
+    return _changed(observation, replace(unchanged, state=state), chosen, why)
+
+
+def _faster(
+    config: ControlConfig,
+    observation: Observation,
+    unchanged: MemoryDecision,
+    profile: MemoryProfile,
+    measured: Measured,
+    growth_ms: float | None,
+) -> MemoryDecision:
+    """Returns the cheapest plan that fits if it saves more time on the samples left than a new plan costs."""
+    state, plan = unchanged.state, observation.plan
+    room = _budget(observation) - measured.peak_bytes
+    room += modelled_bytes(profile, plan.storage, plan.micro_batch_size)
+    seen = state.examined_bytes
+    if observation.step_ms is None or measured.step_ms is None or state.hold_ticks:
+        return unchanged
+    if seen is not None and abs(room - seen) <= _SEARCH_AGAIN * abs(seen):
+        return unchanged
+    unchanged = replace(unchanged, state=replace(state, examined_bytes=room))
+    chosen = _search(config, observation, state, profile, measured)
+    if chosen is None or chosen.prediction.ms is None:
+        return unchanged
+    if not profile.can_split and chosen.num_micro_batches < plan.num_micro_batches:
+        return _changed(observation, unchanged, chosen, "micro-batches would change the results")
+    is_plain = not chosen.storage and chosen.num_micro_batches == config.batch.accumulate
+    if is_plain and config.batch.enabled and _share(config, observation) < config.batch.rho_low:
+        return _changed(observation, unchanged, chosen, "the batch may grow then")
+    if chosen.prediction.ms > measured.step_ms * (1.0 if is_plain else _FASTER_SHARE):
+        return unchanged
+    saved_ms = (measured.step_ms - chosen.prediction.ms) * observation.samples_left / plan.batch_size
+    cost_ms = observation.adapting_ms if growth_ms is None else growth_ms
+    if saved_ms > cost_ms:
+        return replace(_changed(observation, unchanged, chosen, "it is faster"), is_faster=True)
+    text = f"a faster memory plan would save {saved_ms / 1e3:.2g} s, and a new one costs {cost_ms / 1e3:.2g} s"
+    reason = Reason(code=ReasonCode.HELD_COST, subject="memory", text=text, value=saved_ms, threshold=cost_ms)
+    return replace(unchanged, reasons=(*unchanged.reasons, reason))
+
+
+def _search(
+    config: ControlConfig, observation: Observation, state: MemoryState, profile: MemoryProfile, measured: Measured
+) -> MemoryPlan | None:
+    most_bytes = None
+    if state.failed is not None and state.cap_ticks_left:
+        most_bytes = math.floor(BARRED_SHARE * bytes_of(profile, state.failed, observation.plan))
+    return cheapest_plan(
+        profile,
+        measured,
+        budget_bytes=_budget(observation),
+        changeable=observation.regions,
+        accumulate=config.batch.accumulate,
+        most_bytes=most_bytes,
+    )
+
+
+def _share(config: ControlConfig, observation: Observation) -> float:
+    return observation.memory.share(counts_idle=config.batch.counts_idle_memory)
+
+
+def _budget(observation: Observation) -> int:
+    return math.floor(_BUDGET_SHARE * observation.memory.attainable_bytes)
+
+
+def _barred(config: ControlConfig, state: MemoryState, plan: Plan) -> MemoryState:
+    return replace(
+        state,
+        failed=Stored.under(plan),
+        cap_ticks_left=_bar_ticks(config, state.times_failed),
+        times_failed=state.times_failed + 1,
+        examined_bytes=None,
+    )
+
+
+def _bar_ticks(config: ControlConfig, times: int) -> int:
+    return config.batch.oom_cooldown_ticks << min(times, _MOST_DOUBLINGS)
+
+
+def _held(config: ControlConfig, state: MemoryState) -> MemoryState:
+    return replace(
+        state,
+        predicted_bytes=None,
+        predicted_ms=None,
+        hold_ticks=_bar_ticks(config, state.times_held),
+        times_held=state.times_held + 1,
+        examined_bytes=None,
+    )
+
+
+def _changed(observation: Observation, unchanged: MemoryDecision, chosen: MemoryPlan, why: str) -> MemoryDecision:
+    prediction = chosen.prediction
+    stored = Stored(storage=chosen.storage, num_micro_batches=chosen.num_micro_batches)
+    return replace(
+        unchanged,
+        storage=chosen.storage,
+        num_micro_batches=chosen.num_micro_batches,
+        state=replace(
+            unchanged.state,
+            predicted_ms=prediction.ms,
+            predicted_bytes=prediction.peak_bytes,
+            examined_bytes=None,
+        ),
+        reasons=(*unchanged.reasons, _plan_reason(observation, stored, why, prediction)),
+    )
+
+
+def _plan_reason(observation: Observation, new: Stored, why: str, prediction: Prediction | None = None) -> Reason:
+    """Returns the reason for a memory plan, such as `memory plan: 12 of 50 regions recomputed, 3 offloaded: ...`."""
+    kinds = list(new.storage.values())
+    text = f"memory plan: {kinds.count(RECOMPUTE)} of {len(observation.regions)} regions recomputed"
+    text += f", {kinds.count(OFFLOAD)} offloaded" if OFFLOAD in kinds else ""
+    text += f", {new.num_micro_batches} micro-batches" if new.num_micro_batches > 1 else ""
+    peak = observation.memory.window_peak_bytes
+    before = _described(peak, observation.step_ms)
+    if prediction is None:
+        return Reason(code=ReasonCode.MEMORY_PLAN, subject="memory", text=f"{text}: {why}; before {before}")
+    text += f": {why}: predicted {_described(prediction.peak_bytes, prediction.ms)}; before {before}"
+    value, threshold = float(prediction.peak_bytes), float(peak)
+    return Reason(code=ReasonCode.MEMORY_PLAN, subject="memory", text=text, value=value, threshold=threshold)
+
+
+def _described(peak_bytes: int, ms: float | None) -> str:
+    return f"{peak_bytes / GIB:.2f} GiB" + ("" if ms is None else f" and {ms:.1f} ms")
