@@ -94,7 +94,7 @@ class ControlLoop(EpochLoop):
                 training.supported, training.moments, self.memory, self.timer, training.loss_sums[1], profile
             )
             self.sensors.record_faults(training.faults)
-            first = initial_decision(self.config, training.supported)
+            first = initial_decision(self.config, training.supported, training.steps.step.region_names)
             self.state, self._actuators = first.state, Actuators(first.plan, training.steps, training.pool)
             self._curvature = ScheduledCurvature(training, self.sensors, self.config, seed=seed)
             self.curvature = self._curvature.meter
@@ -182,8 +182,13 @@ class ControlLoop(EpochLoop):
         if seen is None:
             return None
         faults = (*seen.faults, *self.sensors.take_faults())
-        adapting_ms, samples_left = self._actuators.adapting_ms, self.sampler.samples_left
-        observation = replace(seen, faults=faults, adapting_ms=adapting_ms, samples_left=samples_left)
+        observation = replace(
+            seen,
+            faults=faults,
+            regions=self._training.steps.step.region_names,
+            adapting_ms=self._actuators.adapting_ms,
+            samples_left=self.sampler.samples_left,
+        )
         self._require_finite(observation)
         decision = decide(self.config, observation, self.state)
         applied = self._actuators.apply(decision.plan, step=self.num_steps)

@@ -93,6 +93,11 @@ class Step:
         """Region -> what becomes of its saved tensors in a step; regions not named keep them."""
         return {} if self.activations is None else self.activations.storage
 
+    @property
+    def region_names(self) -> tuple[str, ...]:
+        """Names of the regions whose storage can be chosen, in module order."""
+        return () if self.activations is None else tuple(self.activations.regions)
+
     def set_storage(self, storage: Mapping[str, Storage]) -> None:
         """Sets what becomes of the tensors that regions save from now on; see `Activations.set`.
 
