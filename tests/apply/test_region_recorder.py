@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -55,6 +56,31 @@ def test_sizes_are_exact_in_any_storage(storage: Storage, monkeypatch: pytest.Mo
     one = 16 * 24 * 4
     # A block's output is the input of the next one, and counts there; the last block's is its own.
     assert sizes(step) == [("1", one, one, one), ("2", one, one, one), ("3", 2 * one, one, 2 * one)]
+
+
+@pytest.mark.parametrize("storage", Storage)
+def test_an_attempt_without_enough_memory_leaves_nothing_behind(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "MIN_BYTES", 1024)
+    alive: list[int] = []
+
+    class Scarce(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            gc.collect()
+            wide = (each for each in gc.get_objects() if isinstance(each, Tensor) and each.shape[1:] == (77,))
+            alive.append(sum(each.untyped_storage().nbytes() for each in wide))
+            if len(alive) < 4:
+                raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+            return x
+
+    model = perceptron(width=77)
+    model.add_module("scarce", Scarce())
+    step = recorded(model)
+    step.set_storage(dict.fromkeys("123", storage))
+    step.run(ALL, ONE, step=0)
+    assert len(alive) > 3
+    assert alive[-1] <= alive[0]
 
 
 @pytest.mark.parametrize("captured", [False, True])

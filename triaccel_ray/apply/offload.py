@@ -59,12 +59,15 @@ def movable_bytes(tensor: Tensor, device: torch.device) -> int:
 
 
 class Kept:
-    """A saved tensor that stays; with hooks, PyTorch does not check for writes to it."""
+    """A saved tensor that stays; with hooks, PyTorch does not check for writes to it.
+
+    It is detached: an output that its own node saves would otherwise keep the graph alive in a cycle.
+    """
 
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor, tensor._version
+        self._tensor, self._version = tensor.detach(), tensor._version
 
     def unpack(self) -> Tensor:
         """Returns the tensor.
@@ -86,7 +89,7 @@ class _Block:
     """A piece of memory that saved tensors lie in."""
 
     source: Tensor | None
-    """The first tensor saved in it; None once it has left the device."""
+    """The first tensor saved in it, detached; None once it has left the device."""
     version: int
     num_bytes: int
     host: Tensor | None = None
@@ -226,7 +229,7 @@ class Offloading:
             if not num_bytes:
                 return Kept(tensor)
             key = tensor.untyped_storage().data_ptr(), tensor._version
-            block = near.get(key) or bundle.blocks.get(key) or _Block(tensor, tensor._version, num_bytes)
+            block = near.get(key) or bundle.blocks.get(key) or _Block(tensor.detach(), tensor._version, num_bytes)
             bundle.blocks[key] = block
             return _Moved(block, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
