@@ -23,7 +23,7 @@ GPTS = {"gpt": (6, 384, 6, 256), "gpt_350m": (24, 1024, 16, 1024)}
 NEEDS = {"convnext_tiny": "timm", "vit_small": "timm", "bert_base": "transformers", "resnet152": "torchvision"}
 NUM_SAMPLES = {
     "convnext_tiny": 2048, "vit_small": 2048, "efficientnet_b0": 2016, "resnet18": 4128, "gpt_350m": 512,
-    "resnet152": 2048,
+    "resnet152": 512,
 }  # fmt: skip
 """Model -> number of samples, in whole batches; 4096 for other models."""
 

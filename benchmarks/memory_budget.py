@@ -117,7 +117,9 @@ def main() -> int:
         return 0
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {args.steps} steps", flush=True)
     whole = _run_apart("all") if any(each != "all" for each in args.budgets) else None
-    peak = whole["peak_mib"] if whole else 0
+    if whole:
+        print(json.dumps(whole), flush=True)
+    peak = whole.get("peak_mib", 0) if whole else 0
     budgets = [each if each == "all" or float(each) >= 1.5 else str(round(float(each) * peak)) for each in args.budgets]
     failed = whole is not None and "error" in whole
     with ThreadPoolExecutor(args.parallel) as pool:
@@ -134,7 +136,7 @@ def _run_apart(budget: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.memory_budget", *words, "--one", "--budgets", budget]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        return {"budget_mib": budget, "error": done.stderr.strip()[-900:]}
+        return {"budget_mib": budget, "error": f"status {done.returncode}: {done.stderr.strip()[-900:]}"}
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 

@@ -94,6 +94,7 @@ class BaselineLoop(EpochLoop):
                 group["lr"] = base * self._schedule.factor(epoch)
         self.model.train()
         indices = self.sampler.take(self.plan.batch_size)
+        self._prepare_gradients()
         losses = []
         for part in indices.tensor_split(min(self.plan.num_micro_batches, len(indices))):
             inputs, targets = self.sampler.source.batch(part, self.sampler.generator)
@@ -119,6 +120,14 @@ class BaselineLoop(EpochLoop):
         if self._scaler.is_enabled():  # it skips steps whose loss is not finite, which must not spoil the epoch's mean
             added = torch.where(mean.isfinite(), added, 0.0)
         self._epoch.loss += added
+
+    def _prepare_gradients(self) -> None:
+        """Allocates gradients that several parts add to: PyTorch's CUDA graphs overwrite their own at the next part."""
+        if self._model is self.model or self.plan.num_micro_batches == 1 or self.device.type != "cuda":
+            return
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
 
     def evaluate(self, data: Any, metrics: Metrics | None = None, *, is_last: bool = False) -> Evaluation:
         """Returns mean loss and metrics on `data`, computed in FP32 and eval mode, each sample drawn once.

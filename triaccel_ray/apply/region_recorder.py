@@ -116,6 +116,7 @@ class RegionRecorder:
         self.device, self.kind, self.counts = device, kind, counts
         self._calls: list[_RecordedCall] = []
         self._end: Any = None
+        self._events: list[Any] = []  # a captured graph reads all of them, those of replaced marks as well
         self.sizes: dict[str, tuple[int, int, int]] = {}
         """Region -> bytes saved, of inputs, and that can be moved; known after `finish`, if counted."""
         self.drawing: set[str] = set()
@@ -140,6 +141,7 @@ class RegionRecorder:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True, external=True)
         event.record(torch.cuda.current_stream(self.device))
+        self._events.append(event)
         return event
 
     def times(self) -> _Times:
