@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("--step-in-backward", action="store_true")
     parser.add_argument("--batch-size", type=int, default=0)
     parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--epochs", type=float, default=100.0, help="length of the run that plans must pay for")
+    parser.add_argument("--epochs", type=float, default=10_000.0, help="length of the run that plans must pay for")
     parser.add_argument("--parallel", type=int, default=1, help="processes at once: for peaks, not for times")
     parser.add_argument("--reasons", action="store_true", help="print every decision")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)

@@ -21,6 +21,8 @@ from triaccel_ray.records.signals import MemorySignal
 MIB = 2**20
 LAZY_LOADING_BYTES = 96 * MIB
 """Kept free until the first tick for memory that libraries, kernels and graphs take outside the allocator."""
+NEW_PLAN_BYTES = 32 * MIB
+"""Kept free afterwards for what a new plan loads outside the allocator: kernels, streams, arguments of a graph."""
 
 
 class MemoryMeter(ABC):
@@ -274,7 +276,7 @@ class CudaMemory(MemoryMeter):
     def _adjust(self, used: int) -> None:
         """Corrects the cap for libraries and graphs loaded since then, which take memory outside the allocator."""
         if self.has_budget and self._outside_bytes(used) < self.limit_bytes:
-            self._enforce()
+            self._enforce(reserve_bytes=NEW_PLAN_BYTES)
 
     def _enforce(self, *, reserve_bytes: int = 0) -> None:
         """Caps the allocator at the budget minus what the process holds outside it.
