@@ -1,4 +1,4 @@
-"""Processes that stay up for a module's tests and join process groups (gloo) of any size among them."""
+"""Processes that stay up for a module's tests and join process groups of any size among them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SECONDS = 60
 class Crew:
     """Runs functions on ranks; each rank is a process."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
         context = torch.multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._jobs = [context.Queue() for _ in range(size)]
         self._results = context.Queue()
         self._num_jobs = 0
         self._processes = [
-            context.Process(target=_work, args=(rank, jobs, self._results), daemon=True)
+            context.Process(target=_work, args=(rank, backend, jobs, self._results), daemon=True)
             for rank, jobs in enumerate(self._jobs)
         ]
         for process in self._processes:
@@ -57,15 +57,17 @@ class Crew:
         self._folder.cleanup()
 
 
-def _work(rank: int, jobs: Any, results: Any) -> None:
+def _work(rank: int, backend: str, jobs: Any, results: Any) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     while True:
         job, world_size, store, function, args = jobs.get()
         result, error = None, ""
         try:
             if world_size > 1:
                 distributed.init_process_group(
-                    "gloo",
+                    backend,
                     init_method=f"file://{store}",
                     rank=rank,
                     world_size=world_size,

@@ -80,10 +80,10 @@ def trained(
     return {"weights": listed(model), "loss": loss_sum, "count": count, "state": saved, "evaluation": figures}
 
 
-def assert_close(first: list[list[float]], second: list[list[float]]) -> None:
+def assert_close(first: list[list[float]], second: list[list[float]], *, within: float = 1e-5) -> None:
     for one, other in zip(first, second, strict=True):
         a, b = torch.tensor(one), torch.tensor(other)
-        assert (a - b).norm() <= 1e-5 * b.norm()
+        assert (a - b).norm() <= within * b.norm()
 
 
 @pytest.mark.parametrize(

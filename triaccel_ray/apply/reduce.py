@@ -20,8 +20,8 @@ from triaccel_ray.model.gradients import Gradients
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of small gradients that are joined to one message, as in `DistributedDataParallel`."""
-LARGE_BYTES = 2**20
-"""Gradients of at least this size are reduced where they are, without a copy."""
+LARGE_BYTES = 8 * 2**20
+"""Gradients of at least this size are reduced where they are, without a copy; smaller messages waste bandwidth."""
 _ALIGNMENT_BYTES = 16
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
