@@ -33,8 +33,8 @@ from triaccel_ray.records.plan import Plan
 class ControlLoop(EpochLoop):
     """Trains a model while adapting its precision, learning rate and batch size.
 
-    In each of several processes with an initialized `torch.distributed` group, it trains data-parallel: the batch is
-    shared by the ranks, and all make the same decisions. Every method is then a collective, except `state_dict`.
+    On each rank of an initialized `torch.distributed` group, it trains data-parallel: every method is a collective,
+    except `state_dict` and `close`. Close it before the group is destroyed: captured steps hold the communicator.
     """
 
     def __init__(
@@ -127,7 +127,6 @@ class ControlLoop(EpochLoop):
             self._pending.record()
         if self._curvature.is_due(self.num_steps):
             self._curvature.measure(self.num_steps)
-            self._training.steps.agree()
         if self.num_steps % self.config.every_steps == 0:
             self._decide()
             self._observe()
@@ -216,16 +215,9 @@ class ControlLoop(EpochLoop):
         batch_size = evaluation_batch_size(self.plan.batch_size, on_gpu=on_gpu, beside_graphs=not is_last)
         with self.suspended():
             result = evaluate(
-                self.model,
-                self._training.loss,
-                data,
-                metrics,
-                device=self.device,
-                batch_size=batch_size,
-                step=self.num_steps,
-                release_memory=self._training.make_room,
-                ranks=self._ranks,
-            )
+                self.model, self._training.loss, data, metrics, device=self.device, batch_size=batch_size,
+                step=self.num_steps, release_memory=self._training.make_room, ranks=self._ranks,
+            )  # fmt: skip
         self._training.steps.agree()
         self.sensors.record_faults(result.faults)
         return result
@@ -246,12 +238,11 @@ class ControlLoop(EpochLoop):
 
         Each part is attempted even if another fails: after a device error, reading from the device raises again.
         """
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, contextlib.suppress(NonFiniteGradientsError):
             stack.callback(self._training.remove)
             stack.callback(self._pending.close)
-            if self._ranks.is_alone:  # of several ranks, one may have failed: the others would wait for it
-                with contextlib.suppress(NonFiniteGradientsError):
-                    self._decide()
+            if self._ranks.is_alone:  # of several, one may have failed: it would wait for the others
+                self._decide()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything a resumed run needs to equal an uninterrupted one."""
@@ -274,7 +265,6 @@ class ControlLoop(EpochLoop):
         self.num_steps, self.num_ticks, self._epoch.num_steps = state["counters"]
         self.timer.restart()
         self._ranks.require_equal("the checkpoint", [*state["counters"], *state["micro_batches"], state["control"]])
-        self._training.steps.agree()
 
     def _parts(self) -> dict[str, Any]:
         return {

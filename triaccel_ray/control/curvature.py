@@ -59,6 +59,10 @@ class ScheduledCurvature:
     def measure(self, step: int) -> None:
         """Measures the largest eigenvalues of every layer, or records why it does not."""
         self._sensors.timer.interrupt()
+        self._measure(step)
+        self._training.steps.agree()  # a rank may have released its graphs to make room
+
+    def _measure(self, step: int) -> None:
         cannot = bool(self.meter.off_because) or self._waits(step)
         if self._training.ranks.any(cannot):  # all measure at once, or each would wait for the others in turn
             return
