@@ -17,6 +17,7 @@ import triaccel_ray.loop
 from tests.build import (
     BF16,
     CONFIG,
+    FP32,
     QUIET,
     CountingSource,
     Limited,
@@ -30,6 +31,9 @@ from tests.build import (
     shift_and_noise,
 )
 from tests.crew import Crew
+from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.apply.reduce import Reduction, SharedGradients
+from triaccel_ray.apply.weights import ComputeCopies
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import BatchConfig, ControlConfig, PrecisionConfig
 from triaccel_ray.cuda.graphs import Graph
@@ -37,6 +41,8 @@ from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.decide import replay
 from triaccel_ray.distributed.ranks import Ranks, RanksDifferError
 from triaccel_ray.loop import ControlLoop
+from triaccel_ray.model.gradients import gradient_of
+from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.plan import FaultKind
 
@@ -466,3 +472,105 @@ def mixed(rank: int) -> dict[str, Any]:
 def test_ranks_stay_equal_in_sixteen_bits(crew: Crew) -> None:
     first, second = crew.run(2, mixed)
     assert first == second
+
+
+class Unsteady(nn.Module):
+    """Has a branch that training reaches only while `is_open`, on rank 1 alone."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.trunk, self.branch = mlp(), nn.Linear(4, 4)
+        self.is_open = rank == 1
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.trunk(inputs)
+        return self.branch(outputs) if self.is_open else outputs
+
+
+def branched(rank: int, world_size: int) -> dict[str, Any]:
+    """One step of SGD with weight decay on a model of which rank 0 does not reach all."""
+    model = Unsteady(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1)
+    loop = ControlLoop(model, optimizer, cross_entropy, blobs(24), config=fixed(12))
+    before = listed(model.branch)
+    loop.step()
+    found = {"weights": listed(model), "moved": listed(model.branch) != before}
+    loop.close()
+    return found
+
+
+def test_a_weight_that_one_rank_reaches_has_a_gradient_on_all(crew: Crew) -> None:
+    first, second = crew.run(2, branched, 2)
+    assert first == second
+    assert first["moved"]
+
+
+def overlapped(rank: int) -> dict[str, Any]:
+    """How many messages leave during a captured backward pass, and before its end."""
+    pool, before = Recorder(), triaccel_ray.control.training.GraphPool
+    triaccel_ray.control.training.GraphPool = lambda device: pool
+    sent: list[str] = []
+    try:
+        loop, _ = loop_of(mlp(seed=rank), blobs(240), fixed(12))
+        pool.loop = loop
+        reduction = loop._training.steps.step._reduction
+        assert reduction is not None
+        reduction._buckets = [[index] for index in reversed(range(len(reduction.parameters)))]
+        start = reduction._ranks.start_sum
+
+        def start_sum(tensors: Sequence[Tensor]) -> Callable[[], None]:
+            sent.append("during" if reduction._pass is not None else "after")
+            return start(tensors)
+
+        reduction._ranks.start_sum = start_sum  # type: ignore[method-assign]
+        for _ in range(3):
+            sent.clear()
+            loop.step()
+        loop.close()
+    finally:
+        triaccel_ray.control.training.GraphPool = before
+    return {"sent": sent, "weights": listed(loop.model)}
+
+
+def test_a_captured_step_sends_gradients_during_the_backward_pass(crew: Crew) -> None:
+    (alone,) = crew.run(1, trained, 240, fixed(12), 3)
+    for each in crew.run(2, overlapped):
+        assert each["sent"] == ["during"] * 6 + ["after"]  # a message for each parameter, then the loss
+        assert_close(each["weights"], alone["weights"])
+
+
+def summed_copies(rank: int) -> list[list[float]]:
+    """Gradients of a model with low-precision copies of its weights: of this rank, summed after and during the pass."""
+    model = mlp()
+    layers = find_layers(model)
+    weights = ComputeCopies(layers, model.parameters())
+    precision = LayerPrecision(model, layers, weights=weights)
+    precision.set({layer.name: BF16 if index else FP32 for index, layer in enumerate(layers)})
+    parameters = list(model.parameters())
+    gradients = SharedGradients(Reduction(parameters, parameters, Ranks.found()))
+    inputs, targets = blobs(8, seed=rank)
+    found = []
+    for publishes in (True, False):
+        gradients.begin(publishes=publishes)
+        for tensor in (*parameters, *weights.in_force.values()):
+            tensor.grad = None
+        with precision.in_force():
+            loss = cross_entropy(model(inputs).float(), targets)
+        with gradients._reduction.taking(weights.in_force, is_whole=True):
+            loss.backward()
+        assert (gradients._reduction._pass is None) == publishes
+        if publishes:
+            own = [gradient_of(p, weights.in_force.get(id(p)), None).float().flatten() for p in parameters]
+            found.append(torch.cat(own).tolist())
+        gradients.collect(weights.in_force)
+        assert {tensor.dtype for tensor in gradients.tensors} == {torch.bfloat16, torch.float32}
+        found.append(torch.cat([tensor.float().flatten() for tensor in gradients.tensors]).tolist())
+    precision.remove()
+    return found
+
+
+def test_gradients_of_low_precision_copies_are_summed_in_their_dtype(crew: Crew) -> None:
+    (own, after, during), (others, *same) = crew.run(2, summed_copies)
+    assert after == during
+    assert [after, during] == same
+    torch.testing.assert_close(torch.tensor(after), torch.tensor(own) + torch.tensor(others), rtol=1e-2, atol=1e-4)

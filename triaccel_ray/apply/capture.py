@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from triaccel_ray.apply.reduce import NotCapturableError
+from triaccel_ray.apply.agreement import NotCapturableError
 from triaccel_ray.apply.step import Step, StepOutcome
 from triaccel_ray.apply.step_in_backward import BucketedGradients
 from triaccel_ray.config import ExecutionConfig

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.apply.reduce import Agreement
+from triaccel_ray.apply.agreement import Agreement
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.data.sources import DataSource, IterableSource, as_source
 from triaccel_ray.distributed.ranks import Ranks

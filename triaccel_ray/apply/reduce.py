@@ -1,170 +1,242 @@
-"""Sums gradients over ranks, and lets all ranks fail, retry or fall back in the same step.
+"""Sums gradients over ranks: during the backward pass of captured steps, after that of others.
 
 Each rank weights its samples' losses by their share of the global batch, so the sum over ranks is the mean gradient.
-Gradients are reduced after the backward pass, inside the captured graph. `DistributedDataParallel` (Li et al. 2020)
-overlaps both, from hooks on parameters; here hooks would also end the low-precision copies of weights.
+As in `DistributedDataParallel` (Li et al. 2020), buckets are sent in one order on all ranks, each once its gradients
+have arrived. Two things differ. The collectives are part of the captured graph. And an eager pass may run out of memory
+on one rank, so its gradients are sent once all ranks have got through.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.apply.compile import is_compile_error
-from triaccel_ray.cuda.out_of_memory import BudgetExceededError, first_line, is_out_of_memory
+from triaccel_ray.apply.agreement import NotCapturableError
 from triaccel_ray.distributed.ranks import Ranks
-from triaccel_ray.model.gradients import Gradients
+from triaccel_ray.model.gradients import Gradients, gradient_of
 
 BUCKET_BYTES = 25 * 2**20
-"""Bytes of small gradients that are joined to one message, as in `DistributedDataParallel`."""
+"""Bytes of FP32 gradients that are sent together, as in `DistributedDataParallel`."""
 LARGE_BYTES = 8 * 2**20
-"""Gradients of at least this size are reduced where they are, without a copy; smaller messages waste bandwidth."""
+"""Gradients of at least this size are summed where they are; smaller ones are copied into one message."""
 _ALIGNMENT_BYTES = 16
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_Copies = Mapping[int, Tensor]
+"""Id of a parameter -> the tensor beside it, which has the gradient if it requires one (`Weights.in_force`)."""
 
 
-class PeerError(RuntimeError):
-    """Another rank has raised an error that ends the run, or the attempt at a capture, on all ranks."""
+class Reduction:
+    """Sums one step's gradients over ranks, in buckets, and knows which parameters get any.
 
-
-class PeerOutOfMemoryError(torch.OutOfMemoryError):
-    """Another rank ran out of memory in this step: all ranks retreat together."""
-
-
-class PeerCompileError(RuntimeError):
-    """`torch.compile` failed on another rank: no rank compiles from now on."""
-
-
-class NotCapturableError(RuntimeError):
-    """A step cannot run as a captured graph on this rank or another: no rank captures from now on."""
-
-
-def _any_error(error: BaseException) -> bool:
-    return True
-
-
-_KINDS: tuple[tuple[Callable[[BaseException], bool], type[Exception]], ...] = (
-    (lambda error: isinstance(error, BudgetExceededError), BudgetExceededError),
-    (is_out_of_memory, PeerOutOfMemoryError),
-    (is_compile_error, PeerCompileError),
-    (lambda error: isinstance(error, NotCapturableError), NotCapturableError),
-    (_any_error, PeerError),
-)
-"""Kinds of errors, the mildest first: how to tell, and what ranks without an error of this kind raise instead."""
-
-
-class Agreement:
-    """Makes an error of one rank an error of the same kind on every rank, at the same place.
-
-    Costs two messages between hosts at each place, and nothing if this process is alone. The worst error wins, so that
-    all ranks take the same way out. A rank that is lost, or raises elsewhere, ends the others' next message.
+    A parameter has a gradient if it has one on any rank: a rank without samples, or whose samples do not reach the
+    parameter, adds zero. If dtypes differ, the sum has the one of most digits. Ranks tell each other after each eager
+    pass. A captured one overlaps communication if an eager pass of the same precisions has told what to expect.
     """
 
-    def __init__(self, ranks: Ranks | None = None) -> None:
-        self.ranks = ranks or Ranks()
+    def __init__(self, parameters: Sequence[nn.Parameter], order: Sequence[nn.Parameter], ranks: Ranks) -> None:
+        """Prepares for the gradients of `parameters`; `order` is that of the forward pass, as far as it is known."""
+        self.parameters, self._ranks = tuple(parameters), ranks
+        self._buckets = _buckets_of(self.parameters, order)
+        self._expected: dict[Any, list[int]] = {}
+        """Dtypes of the tensors beside the parameters -> code of each gradient's dtype, 0 for none."""
+        self._key: Any = None
+        self._pass: _Pass | None = None
+        self._is_capturing = self._is_irregular = False
+
+    def begin(self, *, is_capturing: bool) -> None:
+        """Starts a step."""
+        self._is_capturing, self._key, self._pass, self._is_irregular = is_capturing, None, None, False
 
     @contextlib.contextmanager
-    def agreeing(self, *, when: bool = True) -> Iterator[None]:
-        """Returns a context that raises on all ranks if its block raises on any; of no effect without `when`."""
-        if self.ranks.is_alone or not when:
+    def taking(self, copies: _Copies, *, is_whole: bool) -> Iterator[None]:
+        """Returns a context for a backward pass; `is_whole` says that each rank makes this one and no other.
+
+        The hooks on parameters and their copies exist only inside, because others take hooks for the user's. A gradient
+        that arrives in several pieces, as from a reentrant checkpoint, rules out overlapping.
+        """
+        self._key = None
+        if not is_whole:
             yield
             return
+        self._key = tuple(None if (copy := copies.get(id(p))) is None else copy.dtype for p in self.parameters)
+        expected = self._expected.get(self._key) if self._is_capturing else None
+        if expected is not None:
+            self._pass = _Pass(self.parameters, self._buckets, expected, copies, self._ranks)
+        hooks: list[Any] = []
+        arrived: set[int] = set()
+
+        def arrive(index: int, leaf: Tensor) -> None:
+            self._is_irregular |= index in arrived
+            arrived.add(index)
+            if self._pass is not None:
+                self._pass.arrive(index)
+
+        for index, parameter in enumerate(self.parameters):
+            copy = copies.get(id(parameter))
+            leaf = parameter if copy is None or not copy.requires_grad else copy
+            if leaf.requires_grad:
+                hooks.append(leaf.register_post_accumulate_grad_hook(partial(arrive, index)))
         try:
             yield
-        except Exception as error:
-            agreed = error if getattr(error, "is_agreed", False) else self._agreed(error)
-            if agreed is error or agreed is None:
-                raise
-            raise agreed from None
-        if (agreed := self._agreed(None)) is not None:
-            raise agreed
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-    def _agreed(self, error: Exception | None) -> Exception | None:
-        """Returns the error of the worst kind over ranks, this rank's own if it is of this kind."""
-        own = 0 if error is None else 1 + next(i for i, (fits, _) in enumerate(_KINDS) if fits(error))
-        (worst,) = self.ranks.maximum([own])
-        if not worst:
-            return None
-        told = self.ranks.gather([own, "" if error is None else f"{type(error).__name__}: {first_line(error)}"])
-        if error is None or own < worst:
-            rank, text = next((rank, text) for rank, (kind, text) in enumerate(told) if kind == worst)
-            error = _KINDS[worst - 1][1](f"rank {rank} raised {text}"[:500])
-        error.is_agreed = True  # type: ignore[attr-defined]  # contexts around this one pass it on unsaid
-        return error
+    def finish(self, tensors: Sequence[Tensor | None], copies: _Copies) -> list[Tensor | None]:
+        """Returns the sums over ranks; `tensors` are this rank's gradients, None for a parameter without one.
+
+        Raises:
+            NotCapturableError: on any rank, gradients have not arrived as expected in a pass that overlaps.
+        """
+        codes = [0 if tensor is None else 1 + _DTYPES.index(tensor.dtype) for tensor in tensors]
+        is_irregular = self._is_irregular or any(_in_two_places(p, copies.get(id(p))) for p in self.parameters)
+        current, self._pass = self._pass, None
+        *agreed, irregular = self._ranks.maximum([*codes, int(is_irregular)])
+        if current is not None:
+            if irregular or agreed != current.expected:
+                self._expected.clear()
+                raise NotCapturableError("gradients have arrived otherwise than in the step before, on some rank")
+            return current.finish()
+        if self._key is not None and not irregular:
+            self._expected[self._key] = agreed
+        indices = [index for index, code in enumerate(agreed) if code]
+        own = [_with_dtype(self.parameters[index], tensors[index], agreed[index]) for index in indices]
+        found: list[Tensor | None] = [None] * len(tensors)
+        for index, total in zip(indices, start_sum(own, self._ranks)(), strict=True):
+            found[index] = total
+        return found
+
+
+class _Pass:
+    """One backward pass, during which buckets are sent."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        buckets: Sequence[Sequence[int]],
+        expected: list[int],
+        copies: _Copies,
+        ranks: Ranks,
+    ) -> None:
+        self._parameters, self.expected, self._copies, self._ranks = parameters, expected, copies, ranks
+        self._buckets = [[index for index in bucket if expected[index]] for bucket in buckets]
+        self._missing = [set(bucket) for bucket in self._buckets]
+        self._bucket_of = {index: place for place, bucket in enumerate(self._buckets) for index in bucket}
+        self._sent: list[Callable[[], list[Tensor]]] = []
+
+    def arrive(self, index: int) -> None:
+        """Marks a gradient as complete, and sends buckets that are."""
+        if index in self._bucket_of:
+            self._missing[self._bucket_of[index]].discard(index)
+        while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
+            self._send()
+
+    def finish(self) -> list[Tensor | None]:
+        """Sends the buckets that are not complete, with zeros for what is missing; returns the sums."""
+        while len(self._sent) < len(self._buckets):
+            self._send()
+        found: list[Tensor | None] = [None] * len(self._parameters)
+        for bucket, sums in zip(self._buckets, self._sent, strict=True):
+            for index, total in zip(bucket, sums(), strict=True):
+                found[index] = total
+        return found
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        """Sends the next bucket: the order is the same on all ranks, in whichever order gradients arrive."""
+        own = []
+        for index in self._buckets[len(self._sent)]:
+            parameter = self._parameters[index]
+            gradient = gradient_of(parameter, self._copies.get(id(parameter)), None)
+            own.append(_with_dtype(parameter, gradient, self.expected[index]))
+        self._sent.append(start_sum(own, self._ranks))
 
 
 class SharedGradients(Gradients):
     """The gradients of the global batch: `collect` sums those of all ranks."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
-        super().__init__(parameters)
-        self._ranks = ranks
+    def __init__(self, reduction: Reduction) -> None:
+        super().__init__(reduction.parameters)
+        self._reduction = reduction
+
+    def begin(self, *, publishes: bool) -> None:
+        """Drops the tensors of the previous step; `publishes` is False during CUDA graph capture."""
+        super().begin(publishes=publishes)
+        self._reduction.begin(is_capturing=not publishes)
 
     @torch.no_grad()
-    def collect(self, copies: Mapping[int, Tensor], sums: Mapping[int, Tensor] | None = None) -> None:
-        """Takes this rank's gradients and sums them over ranks, in the dtype that they have.
-
-        A parameter has a gradient if it has one on any rank: a rank without samples, or whose samples do not reach the
-        parameter, adds zero. If dtypes differ, the one of most digits is the sum's.
-        """
+    def collect(self, copies: _Copies, sums: Mapping[int, Tensor] | None = None) -> None:
+        """Takes this rank's gradients and sums them over ranks, in the dtype that they have."""
         super().collect(copies, sums or {})
-        own = [0 if tensor is None else 1 + _DTYPES.index(tensor.dtype) for tensor in self.tensors]
-        codes = self._ranks.maximum(own)
-        self.tensors = [
-            None if not code else _with_dtype(parameter, tensor, _DTYPES[code - 1])
-            for parameter, tensor, code in zip(self.parameters, self.tensors, codes, strict=True)
-        ]
+        self.tensors = self._reduction.finish(self.tensors, copies)
         self.table.point_to(self.tensors, upload=False)
-        sum_over_ranks([tensor for tensor in self.tensors if tensor is not None], self._ranks)
 
 
-def _with_dtype(parameter: Tensor, gradient: Tensor | None, dtype: torch.dtype) -> Tensor:
+def start_sum(tensors: Sequence[Tensor], ranks: Ranks) -> Callable[[], list[Tensor]]:
+    """Starts to sum dense tensors over ranks; returns a function that has the current stream wait, and the sums.
+
+    Large tensors become their own sums. Small ones of a dtype are copied into one message, and their sums lie there.
+    """
+    flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]  # memory order: equal on all ranks
+    small: dict[torch.dtype, list[int]] = {}
+    for index, each in enumerate(flat):
+        if each.nbytes < LARGE_BYTES:
+            small.setdefault(each.dtype, []).append(index)
+    messages = [each for each in flat if each.nbytes >= LARGE_BYTES]
+    sums = list(tensors)
+    for indices in small.values():
+        sizes = [_padded(flat[index]) for index in indices]
+        message = flat[indices[0]].new_zeros(sum(sizes))
+        parts = [part[: flat[i].numel()] for part, i in zip(message.split(sizes), indices, strict=True)]
+        torch._foreach_copy_(parts, [flat[index] for index in indices])
+        messages.append(message)
+        for index, part in zip(indices, parts, strict=True):
+            sums[index] = part.as_strided(tensors[index].shape, tensors[index].stride())
+    wait = ranks.start_sum(messages)
+
+    def finish() -> list[Tensor]:
+        wait()
+        return sums
+
+    return finish
+
+
+def _padded(tensor: Tensor) -> int:
+    """Returns the number of elements, rounded up to whole 16 bytes: kernels read so much at once."""
+    unit = _ALIGNMENT_BYTES // tensor.element_size()
+    return -(-tensor.numel() // unit) * unit
+
+
+def _with_dtype(parameter: Tensor, gradient: Tensor | None, code: int) -> Tensor:
+    dtype = _DTYPES[code - 1]
     if gradient is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     return gradient if gradient.dtype is dtype else gradient.to(dtype)
 
 
-def sum_over_ranks(tensors: Sequence[Tensor], ranks: Ranks) -> None:
-    """Replaces dense tensors by their sums over ranks: small ones joined in buckets, large ones where they are."""
-    flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]  # memory order: equal on all ranks
-    large = [each for each in flat if each.nbytes >= LARGE_BYTES]
-    buckets = _buckets([each for each in flat if 0 < each.nbytes < LARGE_BYTES])
-    joined = [_join(bucket) for bucket in buckets]
-    ranks.sum_([*large, *joined])
-    for bucket, whole in zip(buckets, joined, strict=True):
-        torch._foreach_copy_(bucket, _parts(whole, bucket))
+def _in_two_places(parameter: Tensor, copy: Tensor | None) -> bool:
+    """Returns whether a parameter and its copy both have a gradient: one might arrive after the other was sent."""
+    return copy is not None and copy.grad is not None and parameter.grad is not None
 
 
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Returns the tensors in buckets of one dtype each."""
-    found: list[list[Tensor]] = []
-    open_of: dict[torch.dtype, tuple[list[Tensor], int]] = {}
-    for tensor in tensors:
-        bucket, size = open_of.get(tensor.dtype, ([], BUCKET_BYTES))
-        if size >= BUCKET_BYTES:
-            bucket, size = [], 0
-            found.append(bucket)
-        bucket.append(tensor)
-        open_of[tensor.dtype] = bucket, size + tensor.nbytes
+def _buckets_of(parameters: Sequence[nn.Parameter], order: Sequence[nn.Parameter]) -> list[list[int]]:
+    """Returns indices of `parameters` in buckets, in the order in which gradients arrive: those used last come first.
+
+    The first bucket is small, so that the first message leaves early (Li et al. 2020, section 3.2.3).
+    """
+    place_of = {p: place for place, p in enumerate(order)}
+    found: list[list[int]] = []
+    size, limit = 0, 0
+    for index in sorted(range(len(parameters)), key=lambda index: -place_of.get(parameters[index], -1)):
+        if not found or size >= limit:
+            limit = BUCKET_BYTES if found else BUCKET_BYTES // 25
+            size = 0
+            found.append([])
+        found[-1].append(index)
+        size += 4 * parameters[index].numel()
     return found
-
-
-def _join(bucket: Sequence[Tensor]) -> Tensor:
-    first = bucket[0]
-    whole = first.new_zeros(sum(_padded(each) for each in bucket))
-    torch._foreach_copy_(_parts(whole, bucket), list(bucket))
-    return whole
-
-
-def _parts(whole: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
-    parts = whole.split([_padded(each) for each in bucket])
-    return [part[: each.numel()] for part, each in zip(parts, bucket, strict=True)]
-
-
-def _padded(tensor: Tensor) -> int:
-    """Returns the number of elements, rounded up to whole 16 bytes: copies move so much at once."""
-    unit = _ALIGNMENT_BYTES // tensor.element_size()
-    return -(-tensor.numel() // unit) * unit

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from triaccel_ray.apply.agreement import Agreement, PeerCompileError
 from triaccel_ray.apply.compile import Compilation, first_paragraph, is_compile_error, is_compiled
 from triaccel_ray.apply.fuse import Fusion
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.recompute import Recomputation
-from triaccel_ray.apply.reduce import Agreement, PeerCompileError
+from triaccel_ray.apply.reduce import Reduction
 from triaccel_ray.apply.step_in_backward import StepInBackward
 from triaccel_ray.cuda.capture_checks import watched
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError, first_line, is_out_of_memory
@@ -59,18 +60,19 @@ class Step:
         stepper: StepInBackward | None = None,
         recomputation: Recomputation | None = None,
         peers: Agreement | None = None,
+        reduction: Reduction | None = None,
     ) -> None:
         """Stores the parts of a step; `check_memory` raises if the process exceeds its memory budget.
 
         `is_exceeded_at_rest` returns whether it does so without a batch in flight. `fusion` runs in place of `model`
         while it is valid (`Fusion.holds`), `compilation` until compiling fails. `stepper` consumes gradients as they
         arrive. `recomputation` applies activation checkpointing to regions of the model. `peers` are the other ranks:
-        after an error on any of them, all take the same way out.
+        after an error on any of them, all take the same way out. `reduction` sums gradients over them.
         """
         self.model, self._loss, self.sampler, self.precision = model, loss, sampler, precision
         self.fusion, self.compilation, self.stepper = fusion, compilation, stepper
         self.recomputation = recomputation
-        self.peers = peers or Agreement()
+        self.peers, self._reduction = peers or Agreement(), reduction
         self._is_compiled_by_user = is_compiled(model) and compilation is None
         self._check_memory, self._release_memory = check_memory, release_memory
         self._is_exceeded_at_rest = is_exceeded_at_rest
@@ -201,6 +203,9 @@ class Step:
                 if self.stepper is not None:
                     is_last = num_passed + count == num_samples
                     around.enter_context(self.stepper.taking(is_first=not num_passed, is_last=is_last))
+                if self._reduction is not None:
+                    is_whole = self.num_micro_batches == 1 and num_samples >= self.peers.ranks.world_size
+                    around.enter_context(self._reduction.taking(self.precision.weights.in_force, is_whole=is_whole))
                 (loss * (loss_scale * (count / num_samples))).backward()
             num_passed += count
             if self.num_micro_batches > 1 and self.stepper is None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from triaccel_ray.apply.agreement import Agreement
 from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.apply.compile import Compilation, is_compiled
 from triaccel_ray.apply.fuse import Fusion, fuse
@@ -18,7 +19,7 @@ from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer, watched_parameters
 from triaccel_ray.apply.precision import LayerPrecision, precisions_without_benefit, supported_precisions
 from triaccel_ray.apply.recompute import Recomputation, divide
-from triaccel_ray.apply.reduce import Agreement, SharedGradients
+from triaccel_ray.apply.reduce import Reduction, SharedGradients
 from triaccel_ray.apply.split_weights import SplitWeights
 from triaccel_ray.apply.step import Step
 from triaccel_ray.apply.step_in_backward import BucketedGradients, StepInBackward, buckets_of
@@ -55,9 +56,7 @@ class TrainingUpdate:
         clip_norm: float | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Adds each step's loss to every row of `loss_sums`: fp64 [rows, 2], sum over the samples and their number.
-
-        Both count the samples of all `ranks`.
+        """Adds a step's loss on all `ranks` to every row of `loss_sums`: fp64 [rows, 2], sum and number of samples.
 
         With `clip_norm`, gradients whose global norm is larger are scaled down to it. Gradients that arrive in buckets
         are clipped by the last step's norm, because their own is known only after they are freed. Those of the first
@@ -95,7 +94,7 @@ class TrainingUpdate:
         """
         active = self._precision.needs_loss_scale
         scale = self._loss_scale.factor(active)
-        self._ranks.sum_([loss_sum])
+        self._ranks.start_sum([loss_sum])()
         if isinstance(gradients, Gradients):
             found = self._moments.update(gradients, scale)
             divisor = self._divisor_of(scale, active, lambda: self._moments.norm(scale))
@@ -182,9 +181,8 @@ class Training:
         """Each layer's name, and the precisions it may compute in."""
         self._note_limitations(withheld)
         kind = [str(self.steps.step.compilation), self.steps.step.fusion is not None, self.steps.enabled]
-        self.ranks.require_same_settings(
-            {"number of samples": len(source), "precisions": encode(self.supported), "kind of steps": kind}
-        )
+        given = {"number of samples": len(source), "precisions": encode(self.supported), "kind of steps": kind}
+        self.ranks.require_same_settings(given)
 
     @property
     def precision(self) -> LayerPrecision:
@@ -237,6 +235,7 @@ class Training:
         if buckets is not None:
             parameters = [[watched[index] for index in bucket] for bucket in buckets]
             self._stepper = StepInBackward(parameters, weights, update.begin, update.take)
+        reduction = None if self.ranks.is_alone else Reduction(watched, [*self.model.parameters()], self.ranks)
         compilation = self._compile(host_waits) if compiles else None
         step = Step(
             self.model,
@@ -251,8 +250,9 @@ class Training:
             stepper=self._stepper,
             recomputation=self._recomputation(fusion, compilation) if execution.activation_checkpointing else None,
             peers=Agreement(self.ranks),
+            reduction=reduction,
         )
-        shared = partial(Gradients, watched) if self.ranks.is_alone else partial(SharedGradients, watched, self.ranks)
+        shared = partial(Gradients, watched) if reduction is None else partial(SharedGradients, reduction)
         new_gradients = shared if self._stepper is None else self._stepper.gradients
         return StepCache(step, update, new_gradients, self.pool, execution)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -128,17 +128,22 @@ class Ranks:
         for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
 
-    def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces each tensor, contiguous and on the device, by its sum over ranks; waits for no device.
+    def start_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Starts to replace each tensor, contiguous and on the device, by its sum over ranks.
 
-        Launches device work only, which a CUDA graph can capture. The result has the same bits on every rank.
+        Returns a function after which the sums may be read: on a GPU the current stream waits for them, the host does
+        not. Launches device work only, which a CUDA graph can capture. The sums have the same bits on every rank.
         """
         if self.is_alone:
-            return
+            return lambda: None
         works = [dist.all_reduce(tensor, group=self._group, async_op=True) for tensor in tensors]
-        for work in works:
-            if work is not None:
-                work.wait()  # on a GPU the current stream does, not the host
+
+        def wait() -> None:
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+        return wait
 
 
 def digest(value: Any) -> str:
