@@ -13,7 +13,7 @@ from torch import nn
 from triaccel_ray.apply.actuators import Actuators
 from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate, evaluation_batch_size
 from triaccel_ray.config import ControlConfig, require_instance
-from triaccel_ray.control.consensus import agreed_observation
+from triaccel_ray.control.consensus import agreed_observation, require_same_steps
 from triaccel_ray.control.curvature import ScheduledCurvature
 from triaccel_ray.control.epochs import EpochLoop, EpochProgress, EpochStats, SampleSchedule, Schedule
 from triaccel_ray.control.nonfinite import NonFiniteGradientsError as NonFiniteGradientsError
@@ -92,6 +92,7 @@ class ControlLoop(EpochLoop):
             self._epoch, self.timer = EpochProgress(self.device, training.loss_sums[0]), StepTimer(self.device)
             self.sensors = Sensors(training.supported, training.moments, self.memory, self.timer, training.loss_sums[1])
             self.sensors.record_faults(training.faults)
+            require_same_steps(self._ranks, training.steps, training.supported)
             first = initial_decision(self.config, training.supported)
             self.state, self._actuators = first.state, Actuators(first.plan, training.steps, training.pool)
             self._curvature = ScheduledCurvature(training, self.sensors, self.config, seed=seed)

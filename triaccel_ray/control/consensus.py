@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.plan import Fault
+from triaccel_ray.records.plan import Fault, Precision
 from triaccel_ray.records.signals import LayerSignal, MemorySignal, NoiseSignal, Observation
 
 
@@ -50,6 +51,22 @@ def joined_ranks(
     )
     ranks.broadcast_([*model.parameters(), *model.buffers()])
     return ranks
+
+
+def require_same_steps(ranks: Ranks, steps: StepCache, supported: Sequence[tuple[str, Sequence[Precision]]]) -> None:
+    """Checks that the ranks have as many samples, offer layers the same precisions, and run steps of the same kind.
+
+    Raises:
+        ValueError: they do not.
+    """
+    step = steps.step
+    ranks.require_same_settings(
+        {
+            "number of samples": step.sampler.num_samples,
+            "precisions": encode(supported),
+            "compiled, fused, captured": [str(step.compilation), step.fusion is not None, steps.enabled],
+        }
+    )
 
 
 def _flattened(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -39,7 +39,6 @@ from triaccel_ray.model.dry_run import require_working
 from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import Loss, find_layers, require_trainable, to_channels_last, weights_outside_layers
 from triaccel_ray.model.regions import find_regions, repeated_blocks
-from triaccel_ray.records.codec import encode
 from triaccel_ray.records.plan import Fault, FaultKind, Precision
 
 
@@ -180,9 +179,6 @@ class Training:
         self.supported = [(layer.name, supported_precisions(layer, without=withheld)) for layer in self.layers]
         """Each layer's name, and the precisions it may compute in."""
         self._note_limitations(withheld)
-        kind = [str(self.steps.step.compilation), self.steps.step.fusion is not None, self.steps.enabled]
-        given = {"number of samples": len(source), "precisions": encode(self.supported), "kind of steps": kind}
-        self.ranks.require_same_settings(given)
 
     @property
     def precision(self) -> LayerPrecision:
