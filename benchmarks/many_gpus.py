@@ -7,9 +7,8 @@ Methods:
     loop    the control loop with a batch of fixed size
     bare    loop, without ticks, curvature and changes of precision
 
-By default each GPU has the batch of `benchmarks.jobs.SIZES` (weak scaling); with `--strong` all GPUs share it. Data are
-on the GPUs. Each figure is the mean of 5 stretches of steps, with the fastest and the slowest. Peer and loop see the
-same samples in the same order. Loops of several GPUs must end with equal weights, or the benchmark reports a failure.
+By default each GPU has the batch of `benchmarks.jobs.SIZES` (weak scaling); with `--strong` all GPUs share it. Each
+figure is the mean of 5 stretches of steps, with the slowest and the fastest. If weights differ at the end, it fails.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from triaccel_ray.data.sampler import epoch_order
 from triaccel_ray.model.pytree import map_tensors
 
 METHODS = ("ddp", "loop", "bare")
-WARM_STEPS = 30
-STRETCHES = 5
+WARM_STEPS, STRETCHES = 30, 5
 
 
 def ddp(job: Job, batch_size: int, rank: int, num_gpus: int) -> Callable[[], Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.build import CONFIG, Limited, blobs, loop_of, mlp
 from tests.crew import Crew
 from tests.test_many_ranks import assert_close, fixed, listed
-from triaccel_ray.config import ControlConfig
+from triaccel_ray.config import ControlConfig, ExecutionConfig
 from triaccel_ray.decide import replay
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.plan import FaultKind
@@ -29,6 +29,9 @@ def crew() -> Iterator[Crew]:
     crew = Crew(2, "nccl")
     yield crew
     crew.close()
+
+
+UNCOMPILED = replace(fixed(12), execution=ExecutionConfig(compile="off"))
 
 
 class Waiting(nn.Module):
@@ -73,8 +76,10 @@ def test_captured_steps_on_two_gpus_compute_what_one_computes(crew: Crew, accumu
         assert each["evaluation"] == found[0]["evaluation"]
 
 
-def test_two_gpus_decide_the_same_with_every_strategy_on(crew: Crew) -> None:
-    first, second = crew.run(2, trained, replace(CONFIG, max_overhead=1.0), 200)
+@pytest.mark.parametrize("compiles", ["off", "auto"])
+def test_two_gpus_decide_the_same_with_every_strategy_on(crew: Crew, compiles: Any) -> None:
+    config = replace(CONFIG, max_overhead=1.0, execution=ExecutionConfig(compile=compiles))
+    first, second = crew.run(2, trained, config, 200)
     for name in ("weights", "decisions", "captured"):
         assert first[name] == second[name], name
     assert first["replays"]
@@ -82,14 +87,14 @@ def test_two_gpus_decide_the_same_with_every_strategy_on(crew: Crew) -> None:
 
 
 def test_a_host_that_waits_on_one_gpu_ends_capture_on_both(crew: Crew) -> None:
-    first, second = crew.run(2, trained, fixed(12), 20, "waits")
+    first, second = crew.run(2, trained, UNCOMPILED, 20, "waits")
     assert (first["captured"], second["captured"]) == (0, 0)
     assert first["weights"] == second["weights"]
     assert "the step of another rank cannot be captured" in first["refused"][0]
 
 
 def test_both_gpus_retreat_when_one_runs_out_of_memory(crew: Crew) -> None:
-    (alone,) = crew.run(1, trained, fixed(12), 20)
-    for each in crew.run(2, trained, fixed(12), 20, "", 3):
+    (alone,) = crew.run(1, trained, UNCOMPILED, 20)
+    for each in crew.run(2, trained, UNCOMPILED, 20, "", 3):
         assert each["parts"] == 2
         assert_close(each["weights"], alone["weights"], within=1e-4)

@@ -154,7 +154,8 @@ class Training:
         self.optimizer = LayerwiseOptimizer(
             optimizer,
             self.layers,
-            release_memory=self.make_room,
+            # One rank alone must not release its graphs: capturing them again takes all ranks.
+            release_memory=self.make_room if self.ranks.is_alone else self.memory.release,
             split=self._split_weights,
             buckets=buckets,
             in_8_bits=in_8_bits,
