@@ -35,7 +35,7 @@ from triaccel_ray.data.sampler import epoch_order
 from triaccel_ray.model.pytree import map_tensors
 
 METHODS = ("ddp", "loop", "bare")
-WARM_STEPS, STRETCHES = 30, 5
+WARM_STEPS, STRETCHES = 60, 5
 
 
 def ddp(job: Job, batch_size: int, rank: int, num_gpus: int) -> Callable[[], Any]:
@@ -96,9 +96,8 @@ def measure(rank: int, name: str, method: str, num_gpus: int, batch_size: int, n
         torch.cuda.synchronize()
         rates.append(batch_size * (num_steps // STRETCHES) / (time.perf_counter() - began))
     sums = torch.stack([parameter.detach().double().sum() for parameter in job.model.parameters()]).cpu().tolist()
-    every: list[Any] = [sums]
+    every: list[Any] = [sums] * num_gpus
     if num_gpus > 1:
-        every = [None] * num_gpus
         distributed.all_gather_object(every, sums)
     found = {"rate": sum(rates) / STRETCHES, "range": [min(rates), max(rates)], "equal": every.count(sums) == num_gpus}
     if loop is not None:

@@ -375,8 +375,9 @@ def unlike(rank: int) -> str:
 def test_a_decision_that_differs_ends_the_run_at_once(crew: Crew) -> None:
     first, second = crew.run(2, unlike)
     assert first == second
-    assert "the decision of tick 0 differs between ranks (rank 0: " in first
-    assert ", rank 1: " in first
+    assert "the decision of tick 0 differs between ranks (rank 0: ..." in first
+    assert '"batch_size": 12,' in first.partition("rank 1: ")[0]
+    assert '"batch_size": 16,' in first.partition("rank 1: ")[2]
 
 
 class Recorder(RerunPool):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -13,6 +14,8 @@ from torch import Tensor
 
 BROADCAST_BYTES = 64 * 2**20
 """Bytes of tensors that are joined to one broadcast."""
+_BEFORE_DIFFERENCE = 40
+"""Characters of a message before the place where two values differ."""
 _Group: TypeAlias = Any  # `dist.ProcessGroup`, which a PyTorch without torch.distributed lacks
 
 
@@ -75,20 +78,22 @@ class Ranks:
         return [json.loads(bytes(each[: int(size)].tolist())) for each, size in zip(padded, sizes, strict=True)]
 
     def require_equal(self, what: str, value: Any) -> None:
-        """Checks that all ranks give the same value, which JSON can hold; only its hash travels.
+        """Checks that all ranks give the same value, which JSON can hold; only its hash travels if they do.
 
         Raises:
-            RanksDifferError: they do not; the message names the ranks and their hashes.
+            RanksDifferError: they do not; the message has two ranks' values where they differ first.
         """
-        if self.is_alone:
+        if self.is_alone or len(set(self.gather(digest(value)))) == 1:
             return
-        hashes = self.gather(digest(value))
-        if len(set(hashes)) > 1:
-            named = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(hashes))
-            raise RanksDifferError(
-                f"{what} differs between ranks ({named}): the run ends, for their weights would drift apart; give "
-                "every rank the same code, versions and files"
-            )
+        texts = self.gather(json.dumps(value, sort_keys=True))
+        rank, other = next((rank, text) for rank, text in enumerate(texts) if text != texts[0])
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(texts[0], other, strict=False))
+        start = max(sum(1 for _ in same) - _BEFORE_DIFFERENCE, 0)
+        raise RanksDifferError(
+            f"{what} differs between ranks (rank 0: ...{texts[0][start : start + 80]}..., rank {rank}: "
+            f"...{other[start : start + 80]}...): the run ends, for their weights would drift apart; give all ranks "
+            "the same code, versions and files"
+        )
 
     def require_same_settings(self, settings: Mapping[str, Any]) -> None:
         """Checks that all ranks were given the same settings, which JSON can hold.
