@@ -31,12 +31,14 @@ from tests.build import (
     shift_and_noise,
 )
 from tests.crew import Crew
+from triaccel_ray.apply.agreement import Agreement, NotCapturableError
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.reduce import Reduction, SharedGradients
 from triaccel_ray.apply.weights import ComputeCopies
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import BatchConfig, ControlConfig, PrecisionConfig
 from triaccel_ray.cuda.graphs import Graph
+from triaccel_ray.cuda.out_of_memory import BudgetExceededError
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.decide import replay
 from triaccel_ray.distributed.ranks import Ranks, RanksDifferError
@@ -488,7 +490,7 @@ class Unsteady(nn.Module):
         return self.branch(outputs) if self.is_open else outputs
 
 
-def branched(rank: int, world_size: int) -> dict[str, Any]:
+def branched(rank: int) -> dict[str, Any]:
     """One step of SGD with weight decay on a model of which rank 0 does not reach all."""
     model = Unsteady(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1)
@@ -501,7 +503,7 @@ def branched(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_weight_that_one_rank_reaches_has_a_gradient_on_all(crew: Crew) -> None:
-    first, second = crew.run(2, branched, 2)
+    first, second = crew.run(2, branched)
     assert first == second
     assert first["moved"]
 
@@ -575,3 +577,68 @@ def test_gradients_of_low_precision_copies_are_summed_in_their_dtype(crew: Crew)
     assert after == during
     assert [after, during] == same
     torch.testing.assert_close(torch.tensor(after), torch.tensor(own) + torch.tensor(others), rtol=1e-2, atol=1e-4)
+
+
+def opened(rank: int) -> dict[str, Any]:
+    """A run in which rank 1 reaches another weight when its step is captured than in the step before."""
+    pool, before = Recorder(), triaccel_ray.control.training.GraphPool
+    triaccel_ray.control.training.GraphPool = lambda device: pool
+    try:
+        model = Unsteady(rank)
+        model.is_open = False
+        loop, ticks = loop_of(model, blobs(96), fixed(12))
+        pool.loop = loop
+        loop.step()
+        model.is_open = rank == 1
+        for _ in range(7):
+            loop.step()
+        loop.close()
+    finally:
+        triaccel_ray.control.training.GraphPool = before
+    faults = [fault.detail for tick in ticks for fault in tick.observation.faults]
+    return {"weights": listed(model), "enabled": loop._training.steps.enabled, "faults": faults}
+
+
+def test_gradients_that_arrive_otherwise_in_a_captured_step_end_capture_on_all_ranks(crew: Crew) -> None:
+    first, second = crew.run(2, opened)
+    assert first == second
+    assert not first["enabled"]
+    assert "gradients have arrived otherwise than in the step before, on some rank" in first["faults"]
+
+
+def agreed(rank: int) -> list[str]:
+    """What each rank raises when rank 1 raises an error of each kind."""
+    import torch._dynamo
+
+    errors = [
+        BudgetExceededError("over budget"),
+        torch.OutOfMemoryError("no room"),
+        torch._dynamo.exc.TorchDynamoException("no code"),
+        NotCapturableError("no graph"),
+        KeyError("no key"),
+    ]
+    agreement = Agreement(Ranks.found())
+    found = []
+    for own in [(None, error) for error in errors] + [(errors[1], errors[4])]:  # of two, the worse one wins
+        try:
+            with agreement.agreeing(), agreement.agreeing():  # the outer one has nothing to add
+                raising(own[rank])
+        except Exception as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def raising(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def test_an_error_of_one_rank_is_one_of_the_same_kind_on_the_others(crew: Crew) -> None:
+    first, second = crew.run(2, agreed)
+    assert second == [
+        "BudgetExceededError", "OutOfMemoryError", "TorchDynamoException", "NotCapturableError", "KeyError", "KeyError"
+    ]  # fmt: skip
+    assert first == [
+        "BudgetExceededError", "PeerOutOfMemoryError", "PeerCompileError", "NotCapturableError", "PeerError",
+        "PeerError",
+    ]  # fmt: skip

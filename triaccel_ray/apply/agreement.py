@@ -45,12 +45,15 @@ _KINDS: tuple[tuple[Callable[[BaseException], bool], type[Exception]], ...] = (
 class Agreement:
     """Makes an error of one rank an error of the same kind on every rank, at the same place.
 
-    Costs two messages between hosts at each place, and nothing if this process is alone. The worst error wins, so that
-    all ranks take the same way out. A rank that is lost, or raises elsewhere, ends the others' next message.
+    Costs a message between hosts at each place, and nothing if this process is alone. The worst error wins, so that all
+    ranks take the same way out. A rank that is lost, or raises elsewhere, ends the others' next message.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks()
+        self._depth = 0
+        self._passing: Exception | None = None
+        """An error that all ranks know, on its way through contexts around the one that told them."""
 
     @contextlib.contextmanager
     def agreeing(self, *, when: bool = True) -> Iterator[None]:
@@ -58,15 +61,21 @@ class Agreement:
         if self.ranks.is_alone or not when:
             yield
             return
+        self._depth += 1
+        own: Exception | None = None
         try:
             yield
         except Exception as error:
-            agreed = error if getattr(error, "is_agreed", False) else self._agreed(error)
-            if agreed is error or agreed is None:
-                raise
-            raise agreed from None
-        if (agreed := self._agreed(None)) is not None:
-            raise agreed
+            own = error
+        finally:
+            self._depth -= 1
+        agreed = own if own is not None and own is self._passing else self._agreed(own)
+        self._passing = agreed if self._depth else None
+        try:
+            if agreed is not None:
+                raise agreed
+        finally:
+            del own, agreed  # else the error's traceback, which holds this frame, would keep the attempt's tensors
 
     def _agreed(self, error: Exception | None) -> Exception | None:
         """Returns the error of the worst kind over ranks, this rank's own if it is of this kind."""
@@ -75,8 +84,7 @@ class Agreement:
         if not worst:
             return None
         told = self.ranks.gather([own, "" if error is None else f"{type(error).__name__}: {first_line(error)}"])
-        if error is None or own < worst:
-            rank, text = next((rank, text) for rank, (kind, text) in enumerate(told) if kind == worst)
-            error = _KINDS[worst - 1][1](f"rank {rank} raised {text}"[:500])
-        error.is_agreed = True  # type: ignore[attr-defined]  # contexts around this one pass it on unsaid
-        return error
+        if own == worst:
+            return error
+        rank, text = next((rank, text) for rank, (kind, text) in enumerate(told) if kind == worst)
+        return _KINDS[worst - 1][1](f"rank {rank} raised {text}"[:500])
