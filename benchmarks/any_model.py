@@ -186,7 +186,8 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
     from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, ExecutionConfig, PrecisionConfig
     from triaccel_ray.cuda.allocator import use_lean_memory
 
-    config = ControlConfig(batch=BatchConfig(enabled=False, minimum=job.batch_size, start=job.batch_size, maximum=512))
+    most = max(job.batch_size, 512)
+    config = ControlConfig(batch=BatchConfig(enabled=False, minimum=job.batch_size, start=job.batch_size, maximum=most))
     if method != "loop":
         config = ControlConfig(
             every_steps=10**9, batch=config.batch, precision=PrecisionConfig(enabled=False),

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.build import BF16, FP16, FP32
 from triaccel_ray.baseline import BaselineLoop
@@ -68,7 +67,7 @@ def test_targets_that_are_a_mapping_weigh_as_many_samples_as_there_are() -> None
     assert plain.train_epoch().loss == pytest.approx(expected.item())
 
 
-def test_a_model_or_a_process_group_spread_over_processes_is_refused() -> None:
+def test_a_model_wrapped_for_several_processes_is_refused() -> None:
     class DistributedDataParallel(nn.Module):  # the class's name is what is looked at: nothing is spread here
         def __init__(self, module: nn.Module) -> None:
             super().__init__()
@@ -77,14 +76,8 @@ def test_a_model_or_a_process_group_spread_over_processes_is_refused() -> None:
     def require(model: nn.Module) -> None:
         require_trainable(model, torch.optim.SGD(model.parameters(), lr=0.1), find_layers(model))
 
-    with pytest.raises(ValueError, match=r"model is a DistributedDataParallel: .* give it the module inside"):
+    with pytest.raises(ValueError, match=r"model is a DistributedDataParallel: .* give it the plain module inside"):
         require(DistributedDataParallel(nn.Linear(2, 2)))
-    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        with pytest.raises(ValueError, match=r"torch.distributed has 2 processes: the loop trains in one"):
-            require(nn.Linear(2, 2))
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_a_gradient_is_unscaled_before_a_users_hook_clips_it() -> None:

@@ -6,6 +6,7 @@ from triaccel_ray.config import ExecutionConfig as ExecutionConfig
 from triaccel_ray.config import LossScaleConfig as LossScaleConfig
 from triaccel_ray.config import PrecisionConfig as PrecisionConfig
 from triaccel_ray.control.epochs import EpochStats as EpochStats
+from triaccel_ray.control.nonfinite import NonFiniteGradientsError as NonFiniteGradientsError
 from triaccel_ray.cuda.allocator import use_lean_memory as use_lean_memory
 from triaccel_ray.data.data_source import DataSource as DataSource
 from triaccel_ray.data.dataset import DatasetSource as DatasetSource
@@ -13,7 +14,6 @@ from triaccel_ray.data.iterable import IterableSource as IterableSource
 from triaccel_ray.data.sources import TensorSource as TensorSource
 from triaccel_ray.decide.paper import paper_rules as paper_rules
 from triaccel_ray.loop import ControlLoop as ControlLoop
-from triaccel_ray.loop import NonFiniteGradientsError as NonFiniteGradientsError
 from triaccel_ray.measure.score import efficiency_score as efficiency_score
 from triaccel_ray.model.metrics import ACCURACY as ACCURACY
 from triaccel_ray.model.metrics import BITS_PER_BYTE as BITS_PER_BYTE

@@ -13,6 +13,7 @@ from triaccel_ray.config import AmpPrecision
 from triaccel_ray.control.epochs import EpochLoop, EpochProgress, SampleSchedule, Schedule
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import as_source
+from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.model.layers import Loss, find_layers, forward, to_channels_last
 from triaccel_ray.records.plan import Plan, Precision
@@ -51,8 +52,10 @@ class BaselineLoop(EpochLoop):
         global norm to which larger gradients are scaled down.
 
         Raises:
-            ValueError: the model has no layer, or the budget leaves no memory for a batch.
+            ValueError: the model has no layer, there are several ranks, or the budget leaves no memory for a batch.
         """
+        if not Ranks.found().is_alone:
+            raise ValueError("the process group has several ranks: a baseline trains in one process; use ControlLoop")
         layers = find_layers(model)
         self.device = next(model.parameters()).device
         self.model, self.optimizer, self._loss = model, optimizer, loss

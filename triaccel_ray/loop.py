@@ -13,8 +13,11 @@ from torch import nn
 from triaccel_ray.apply.actuators import Actuators
 from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate, evaluation_batch_size
 from triaccel_ray.config import ControlConfig, require_instance
+from triaccel_ray.control.consensus import agreed_observation, require_same_steps
 from triaccel_ray.control.curvature import ScheduledCurvature
 from triaccel_ray.control.epochs import EpochLoop, EpochProgress, EpochStats, SampleSchedule, Schedule
+from triaccel_ray.control.nonfinite import NonFiniteGradientsError as NonFiniteGradientsError
+from triaccel_ray.control.nonfinite import require_finite
 from triaccel_ray.control.pending_tick import RECORD_AFTER, PendingTick
 from triaccel_ray.control.training import Training
 from triaccel_ray.data.sources import default_config
@@ -25,16 +28,15 @@ from triaccel_ray.measure.timing import StepTimer
 from triaccel_ray.model.layers import Loss
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.events import Tick
-from triaccel_ray.records.plan import Plan, Precision
-from triaccel_ray.records.signals import Observation
-
-
-class NonFiniteGradientsError(RuntimeError):
-    """Training has diverged: too many consecutive steps had NaN or infinite gradients (`max_skipped_steps`)."""
+from triaccel_ray.records.plan import Plan
 
 
 class ControlLoop(EpochLoop):
-    """Trains a model while adapting its precision, learning rate and batch size."""
+    """Trains a model while adapting its precision, learning rate and batch size.
+
+    On each rank of an initialized `torch.distributed` group, it trains data-parallel: every method is a collective,
+    except `state_dict` and `close`. Close it before the group is destroyed: captured steps hold the communicator.
+    """
 
     def __init__(
         self,
@@ -69,9 +71,9 @@ class ControlLoop(EpochLoop):
             epochs: length of the whole run in epochs. A larger batch must save more until then than it costs. None:
                 unknown; as many samples as have been trained are assumed to follow.
             seed: seed of the sample order, the augmentation and the samples for curvature.
-            on_tick: called once with each tick, in order. With `EventLog.append`, the ticks go to an event log for
-                `triaccel report` and `triaccel replay`. The loop begins an empty log with a start record that holds
-                the configuration, and `close` writes the last record.
+            on_tick: called once with each tick, in order; on every rank, so record on one. With `EventLog.append`, the
+                ticks go to an event log for `triaccel report` and `triaccel replay`. The loop begins an empty log with
+                a start record that holds the configuration, and `close` writes the last record.
 
         Raises:
             TypeError: an argument has the wrong type.
@@ -83,7 +85,7 @@ class ControlLoop(EpochLoop):
         self._training = training = Training(
             model, optimizer, loss, data, self.config, memory=(memory_budget, memory_headroom), epochs=epochs, seed=seed
         )
-        self.model, self.device, self.sampler = model, training.device, training.sampler
+        self.model, self.device, self.sampler, self._ranks = model, training.device, training.sampler, training.ranks
         self.optimizer, self.loss_scale, self.memory = training.optimizer, training.loss_scale, training.memory
         self.num_steps = self.num_ticks = 0
         """Optimizer steps done, including skipped ones, and ticks done."""
@@ -94,6 +96,7 @@ class ControlLoop(EpochLoop):
                 training.supported, training.moments, self.memory, self.timer, training.loss_sums[1], profile
             )
             self.sensors.record_faults(training.faults)
+            require_same_steps(self._ranks, training.steps, training.supported)
             first = initial_decision(self.config, training.supported, training.steps.step.region_names)
             self.state, self._actuators = first.state, Actuators(first.plan, training.steps, training.pool)
             self._curvature = ScheduledCurvature(training, self.sensors, self.config, seed=seed)
@@ -160,8 +163,9 @@ class ControlLoop(EpochLoop):
         scale = self.loss_scale.factor(precision.needs_loss_scale)
         indices = self.sampler.take(plan.batch_size)
         timer.begin()
-        faults = self._training.steps.run(indices, scale, step=self.num_steps)
-        timer.end(counts=len(indices) == plan.batch_size)
+        shares = self.sampler.last_batch
+        faults = self._training.steps.run(indices, scale, step=self.num_steps, shares=shares)
+        timer.end(counts=shares.num_samples == plan.batch_size)
         self._schedule.advance(self.sampler)
         self.sensors.record_faults(faults)
         self.sensors.record_faults(self.optimizer.take_faults(step=self.num_steps, batch_size=plan.batch_size))
@@ -189,8 +193,10 @@ class ControlLoop(EpochLoop):
             adapting_ms=self._actuators.adapting_ms,
             samples_left=self.sampler.samples_left,
         )
-        self._require_finite(observation)
+        observation = agreed_observation(self._ranks, observation)
+        require_finite(self.config, observation)
         decision = decide(self.config, observation, self.state)
+        self._ranks.require_equal(f"the decision of tick {self.num_ticks}", encode(decision))
         applied = self._actuators.apply(decision.plan, step=self.num_steps)
         self.sensors.begin_interval(observation.plan, applied)
         self.state = decision.state
@@ -198,16 +204,6 @@ class ControlLoop(EpochLoop):
         tick = Tick(observation=observation, decision=decision, applied=applied)
         self._pending.decided(tick)
         return tick
-
-    def _require_finite(self, observation: Observation) -> None:
-        """Raises an error if gradients stay NaN or infinite, except in FP16, whose overflows the loss scale handles."""
-        most, num_skipped = self.config.max_skipped_steps, observation.num_skipped_in_row
-        if num_skipped >= most and Precision.FP16 not in observation.plan.precision.values():
-            raise NonFiniteGradientsError(
-                f"the gradients of the last {num_skipped} steps were NaN or infinite, up to step {observation.step}: "
-                "none of these steps was made. Lower the learning rate, set clip_norm, or look for log(0) and 0/0 in "
-                f"model and loss; max_skipped_steps = {most} says how many may follow one another"
-            )
 
     def train_epoch(self) -> EpochStats:
         """Trains for the rest of the current epoch and returns the epoch's statistics."""
@@ -229,15 +225,10 @@ class ControlLoop(EpochLoop):
         batch_size = evaluation_batch_size(self.plan.batch_size, on_gpu=on_gpu, beside_graphs=not is_last)
         with self.suspended():
             result = evaluate(
-                self.model,
-                self._training.loss,
-                data,
-                metrics,
-                device=self.device,
-                batch_size=batch_size,
-                step=self.num_steps,
-                release_memory=self._training.make_room,
-            )
+                self.model, self._training.loss, data, metrics, device=self.device, batch_size=batch_size,
+                step=self.num_steps, release_memory=self._training.make_room, ranks=self._ranks,
+            )  # fmt: skip
+        self._training.steps.agree()
         self.sensors.record_faults(result.faults)
         return result
 
@@ -257,10 +248,10 @@ class ControlLoop(EpochLoop):
 
         Each part is attempted even if another fails: after a device error, reading from the device raises again.
         """
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, contextlib.suppress(NonFiniteGradientsError):
             stack.callback(self._training.remove)
             stack.callback(self._pending.close)
-            with contextlib.suppress(NonFiniteGradientsError):
+            if self._ranks.is_alone:  # of several, one may have failed: it would wait for the others
                 self._decide()
 
     def state_dict(self) -> dict[str, Any]:
@@ -283,6 +274,7 @@ class ControlLoop(EpochLoop):
         self._actuators.load_state_dict(state)
         self.num_steps, self.num_ticks, self._epoch.num_steps = state["counters"]
         self.timer.restart()
+        self._ranks.require_equal("the checkpoint", [*state["counters"], *state["micro_batches"], state["control"]])
 
     def _parts(self) -> dict[str, Any]:
         return {

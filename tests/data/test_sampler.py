@@ -6,7 +6,8 @@ from torch import Tensor
 
 from tests.build import CPU
 from triaccel_ray.data.sampler import Sampler
-from triaccel_ray.data.sources import TensorSource
+from triaccel_ray.data.sources import DatasetSource, TensorSource
+from triaccel_ray.distributed.ranks import Ranks
 
 
 class Listener(TensorSource):
@@ -132,3 +133,49 @@ def test_the_samples_left_count_down_to_the_runs_end_or_are_as_many_as_were_take
     assert left == [(25, 0), (21, 4), (17, 8), (15, 10), (11, 14), (7, 18), (5, 20), (1, 24)]
     known.take(4)
     assert known.samples_left == 0
+
+
+class OneOf(Ranks):
+    """One of several ranks, whose others are not there: the sampler sends no messages."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, world_size
+
+
+@given(st.integers(2, 60), SIZES, st.integers(2, 5))
+def test_ranks_share_each_batch_evenly_and_know_their_samples_ahead(
+    num_samples: int, sizes: list[int], world_size: int
+) -> None:
+    sources = [Listener(num_samples) for _ in range(world_size)]
+    samplers = [
+        Sampler(source, seed=0, device=CPU, ranks=OneOf(rank, world_size)) for rank, source in enumerate(sources)
+    ]
+    alone = feed_of(num_samples)
+    taken: list[list[int]] = [[] for _ in samplers]
+    for size in sizes:
+        whole = alone.take(size)
+        shares = [sampler.take(size) for sampler in samplers]
+        assert sorted(torch.cat(shares).tolist()) == sorted(whole.tolist())
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        assert {sampler.last_batch for sampler in samplers} == {samplers[0].last_batch}
+        assert samplers[0].last_batch.num_samples == len(whole)
+        for mine, share in zip(taken, shares, strict=True):
+            mine.extend(share.tolist())
+    for source, mine in zip(sources, taken, strict=True):
+        announced = [index for order, _, _ in source.heard for index in order]
+        assert announced[: len(mine)] == mine
+
+
+def test_worker_processes_read_a_ranks_share_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(50), torch.arange(50))
+    source = DatasetSource(data, num_workers=1)
+    monkeypatch.setattr(source, "_read_in_process", None)  # what was not announced would be read there
+    sampler = Sampler(source, seed=0, device=CPU, ranks=OneOf(1, 3))
+    seen = []
+    while sampler.epoch < 2:
+        indices = sampler.take(7 if len(seen) % 2 else 10)
+        inputs, _ = source.batch(indices, None)
+        assert inputs.tolist() == indices.tolist()
+        seen.append(indices)
+    sampler.close()

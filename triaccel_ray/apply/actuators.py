@@ -29,7 +29,8 @@ class Actuators:
         """Applies `plan`; returns the plan then in force, a fault if that is still the old one, and the cost."""
         faults: tuple[Fault, ...] = ()
         try:
-            self._put_in_force(plan)
+            with self._cache.step.peers.agreeing():
+                self._put_in_force(plan)
             if plan.needs_less_than(self.plan):
                 self._pool.release()  # captured steps of the larger plan would keep its memory
             self.plan = plan

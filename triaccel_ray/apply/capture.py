@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from triaccel_ray.apply.agreement import NotCapturableError
 from triaccel_ray.apply.region_recorder import RegionRecorder
 from triaccel_ray.apply.step import Step, StepOutcome
 from triaccel_ray.apply.step_in_backward import BucketedGradients
@@ -19,6 +20,8 @@ from triaccel_ray.config import ExecutionConfig
 from triaccel_ray.cuda.graphs import Graph, GraphPool
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.stream_pool import PooledStream
+from triaccel_ray.data.sampler import BatchShares
+from triaccel_ray.distributed.ranks import digest
 from triaccel_ray.model.gradients import Gradients, has_hooks
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 from triaccel_ray.records.plan import Fault, FaultKind, Storage
@@ -47,6 +50,8 @@ class _Key:
     dtypes: tuple[torch.dtype, ...]
     storage: tuple[tuple[str, Storage], ...] = ()
     """Of the regions that do not keep what they save."""
+    offset: int = 0
+    """See `BatchShares`: ranks have equal keys, though their shares of the batch may differ."""
 
     def __str__(self) -> str:
         parts = f" in {self.num_micro_batches} parts" if self.num_micro_batches > 1 else ""
@@ -67,10 +72,6 @@ class _Captured(NamedTuple):
     gradients: Gradients | BucketedGradients
     recorder: RegionRecorder | None
     """What each replay records; it owns events of the graph."""
-
-
-class _BatchesDifferError(RuntimeError):
-    """A batch differs in shape, dtype or structure from the one that the step was captured with."""
 
 
 class StepCache:
@@ -128,20 +129,24 @@ class StepCache:
         self.pending_ms, self._evicted = 0.0, []
         return cost
 
-    def run(self, indices: Tensor, loss_scale: Tensor, *, step: int) -> tuple[Fault, ...]:
-        """Runs one training step on the samples at `indices`; returns the faults recovered from.
+    def run(
+        self, indices: Tensor, loss_scale: Tensor, *, step: int, shares: BatchShares | None = None
+    ) -> tuple[Fault, ...]:
+        """Runs one training step on the samples at `indices`, this rank's share of a batch; returns faults survived.
 
         Raises:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
-        key = _Key(len(indices), self.step.num_micro_batches, self.step.precision.key, tuple(self.step.storage.items()))
+        num_samples, offset = shares or BatchShares(len(indices))
+        stored = tuple(self.step.storage.items())
+        key = _Key(num_samples, self.step.num_micro_batches, self.step.precision.key, stored, offset)
         with self.on_stream(), self._autotuning():
             if not self.enabled or key in self._too_large:
-                return self._run_eagerly(indices, loss_scale, step).faults
+                return self._run_eagerly(key, indices, loss_scale, step).faults
             if key.num_micro_batches > 1 and not self._source.is_resident:
                 text = "batches that pass in parts are captured from tensors on the device alone"
                 faults = self._unless_reported(_capture_fault(key, step, text))
-                return (*faults, *self._run_eagerly(indices, loss_scale, step).faults)
+                return (*faults, *self._run_eagerly(key, indices, loss_scale, step).faults)
             if self._entries and self._dependencies() != self._captured_dependencies:
                 self._pool.release()
                 self._is_ready.clear()
@@ -149,7 +154,7 @@ class StepCache:
                 return self._run_first(key, indices, loss_scale, step)
             fault = self._prepare(key, indices, loss_scale, step)
             if fault is not None:
-                return (fault, *self._run_eagerly(indices, loss_scale, step).faults)
+                return (fault, *self._run_eagerly(key, indices, loss_scale, step).faults)
             entry = self._entries[key]
             self._entries.move_to_end(key)
             entry.graph.replay()
@@ -166,12 +171,14 @@ class StepCache:
         self._reported.add(fault.kind)
         return (fault,)
 
-    def _run_eagerly(self, indices: Tensor, loss_scale: Tensor, step: int, *, watch: bool = False) -> StepOutcome:
+    def _run_eagerly(
+        self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int, *, watch: bool = False
+    ) -> StepOutcome:
         if self._pool.holds_graphs:  # graphs of the curvature measurement included
             self._pool.release()
         gradients, weights = self._eager_gradients, self.step.precision.weights
         gradients.begin(publishes=True)
-        outcome = self.step.run(indices, loss_scale, step=step, watch=watch)
+        outcome = self.step.run(indices, loss_scale, step=step, watch=watch, num_samples=key.batch_size)
         gradients.collect(weights.in_force, weights.sums)
         gradients.publish()
         self._update.run(outcome.loss_sum, outcome.num_samples, gradients)
@@ -189,7 +196,7 @@ class StepCache:
         before = self._dependencies()
         compiles = self.step.is_compiled and key not in self._is_ready
         with self._timed():
-            outcome = self._run_eagerly(indices, loss_scale, step, watch=not compiles)
+            outcome = self._run_eagerly(key, indices, loss_scale, step, watch=not compiles)
             self.step.zero_grad()
         if any(fault.kind is FaultKind.OUT_OF_MEMORY for fault in outcome.faults):
             return outcome.faults  # the attempt that succeeded was a step of another kind
@@ -199,6 +206,8 @@ class StepCache:
         obstacles = list(outcome.obstacles)
         if self._dependencies() != before:
             obstacles.append("the step puts other tensors in place of parameters or buffers, which a replay would not")
+        if self.step.peers.ranks.any(bool(obstacles)) and not obstacles:
+            obstacles.append("the step of another rank cannot be captured")
         activations, compilation = self.step.activations, self.step.compilation
         if not obstacles:
             kept = () if activations is None else activations.exclude_random(step)
@@ -216,14 +225,16 @@ class StepCache:
         """Captures the step, or copies the samples into its graph's inputs; returns a fault if that fails."""
         is_captured = key in self._entries
         try:
-            if is_captured:
-                self._fill(self._entries[key], indices)
-            else:
-                self._capture(key, indices, loss_scale)
+            # A batch gathered on the device cannot fail; any other may, on one rank alone.
+            with self.step.peers.agreeing(when=not is_captured or self._entries[key].batch is not None):
+                if is_captured:
+                    self._fill(self._entries[key], indices)
+                else:
+                    self._capture(key, indices, loss_scale)
             return None
         except Exception as error:  # CUDA, PyTorch and the model's code each raise errors of their own
             is_too_large = is_out_of_memory(error)
-            if is_captured and not is_too_large and not isinstance(error, _BatchesDifferError):
+            if is_captured and not is_too_large and not isinstance(error, NotCapturableError):
                 raise  # an error of the data source
             detail = first_line(error)
         # Outside the handler: the traceback no longer holds the attempt's tensors.
@@ -241,9 +252,9 @@ class StepCache:
         if entry.batch is None:
             entry.indices.copy_(indices, non_blocking=True)
             return
-        fresh = self._source.batch(indices, self._generator)
+        fresh = self._source.batch(indices, self._generator) if len(indices) else entry.batch
         if _signature(fresh) != _signature(entry.batch):
-            raise _BatchesDifferError("batches of one size differ in their shapes or in what is no tensor")
+            raise NotCapturableError("batches of one size differ in their shapes or in what is no tensor")
         for static, tensor in zip(tensors_in(entry.batch), tensors_in(fresh), strict=True):
             static.copy_(tensor, non_blocking=True)
 
@@ -251,16 +262,19 @@ class StepCache:
         """Captures the step on these samples and stores the graph; nothing is executed yet."""
         self.step.zero_grad()
         gradients, weights = self._new_gradients(), self.step.precision.weights
-        batch = None
-        if not self._source.is_resident:
+        batch: Any = None if self._source.is_resident else ((), ())
+        if batch is not None and len(indices):
             batch = map_tensors(torch.clone, self._source.batch(indices, self._generator))
         static_indices = indices.clone()
         loss_sums: list[Tensor] = []
 
         def work() -> None:
             gradients.begin(publishes=False)
-            batches = self.step.batches(static_indices) if batch is None else iter([(key.batch_size, *batch)])
-            loss_sums.append(self.step.accumulate(batches, key.batch_size, loss_scale, is_captured=True))
+            batches = self.step.batches(static_indices, key.batch_size)
+            if batch is not None:
+                batches = iter([(len(indices), *batch)] if len(indices) else [])
+            with self.step.peers.agreeing():
+                loss_sums.append(self.step.accumulate(batches, key.batch_size, loss_scale, is_captured=True))
             gradients.collect(weights.in_force, weights.sums)
             if self._update.is_capturable:
                 self._update.run(loss_sums[0], key.batch_size, gradients)
@@ -292,6 +306,14 @@ class StepCache:
             *(module.training for module in model.modules()),
             fusion is not None and fusion.holds(),
         )
+
+    def agree(self) -> None:
+        """Releases the graphs of all ranks if one has released its own: a capture takes all ranks."""
+        state = [sorted(map(repr, keys)) for keys in (self._entries, self._too_large, self._is_ready)]
+        if len(set(self.step.peers.ranks.gather(digest([self.enabled, state])))) > 1:
+            self.enabled = not self.step.peers.ranks.any(not self.enabled)
+            self._pool.release()
+            self._is_ready.clear()
 
     def _drop_all(self) -> None:
         self._evicted.extend(map(str, self._entries))

@@ -10,8 +10,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from triaccel_ray.apply.agreement import Agreement
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.data.sources import DataSource, IterableSource, as_source
+from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.model.dry_run import attributing_errors, described, described_pair
 from triaccel_ray.model.layers import Loss, forward, preserved_modes
 from triaccel_ray.model.metrics import ACCURACY, Metric, Values, as_metrics, is_classification
@@ -59,12 +61,14 @@ def evaluate(
     batch_size: int,
     step: int,
     release_memory: Callable[[], None],
+    ranks: Ranks | None = None,
 ) -> Evaluation:
     """Returns loss and metrics over all samples of `data`, each drawn once, in eval mode and FP32.
 
     Without `metrics`, a classifier (outputs [b, C], integer targets [b]) is judged by its accuracy, any other model by
     its loss alone. The host waits for the device once, at the end. After an out-of-memory error, the samples that
-    failed are retried in batches half as large.
+    failed are retried in batches half as large. Each of several `ranks` passes a share of the samples, and all return
+    the same; of a stream, each passes all samples, and all return what rank 0 found.
 
     Raises:
         torch.OutOfMemoryError, MemoryError: not even a single sample fits.
@@ -75,16 +79,20 @@ def evaluate(
     totals = torch.zeros((), dtype=torch.float64, device=device)
     faults: list[Fault] = []
     cursor = 0
-    with preserved_modes(model):
+    ranks = ranks or Ranks()
+    with Agreement(ranks).agreeing(), preserved_modes(model):
         model.eval()
         source = as_source(data).to(device)
+        is_shared = not ranks.is_alone and not isinstance(source, IterableSource)
+        first, every = (ranks.rank, ranks.world_size) if is_shared else (0, 1)
         if not isinstance(source, IterableSource):
-            source.announce(torch.arange(len(source)), seed=0, follows=False)
+            source.announce(torch.arange(first, len(source), every), seed=0, follows=False)
         try:
-            while size := source.reach(cursor, batch_size):
+            while size := -(-source.reach(first + cursor * every, batch_size * every) // every):
                 at = device if source.is_resident else torch.device("cpu")
+                start = first + cursor * every
                 try:
-                    totals = totals + evaluator(source, torch.arange(cursor, cursor + size, device=at))
+                    totals = totals + evaluator(source, torch.arange(start, start + size * every, every, device=at))
                     cursor += size
                     continue
                 except (RuntimeError, MemoryError) as error:
@@ -98,6 +106,8 @@ def evaluate(
             if source is not data:
                 source.close()  # ends the processes that have read ahead
     loss_sum, *sums = totals.tolist()
+    if not ranks.is_alone:
+        loss_sum, sums, cursor = evaluator.shared([loss_sum, *sums], cursor, ranks, is_shared=is_shared)
     middle = len(sums) // 2
     found = evaluator.figures(sums[:middle])
     one_view = evaluator.figures(sums[middle:]) if evaluator.has_views else {}
@@ -132,6 +142,20 @@ class _Evaluator:
         at_first = measured(self._metrics, first, targets) if others else counted
         self.has_views |= bool(others)
         return torch.cat([loss_sum.reshape(1), counted, at_first])
+
+    def shared(
+        self, sums: list[float], num_samples: int, ranks: Ranks, *, is_shared: bool
+    ) -> tuple[float, list[float], int]:
+        """Returns loss sum, other sums and number of samples of all ranks, or those of rank 0 if each has them all."""
+        names = None if self._metrics is None else list(self._metrics)
+        found = [each for each in ranks.gather([sums, num_samples, self.has_views, names]) if each[1]]
+        if not is_shared:
+            found = found[:1]
+        self.has_views = any(each[2] for each in found)
+        if self._metrics is None:  # this rank has had no sample to tell the default by
+            self._metrics = {"accuracy": ACCURACY} if found[0][3] else {}
+        loss_sum, *others = map(math.fsum, zip(*(each[0] for each in found), strict=True))
+        return loss_sum, others, sum(each[1] for each in found)
 
     def figures(self, sums: list[float]) -> dict[str, float]:
         """Returns the metrics; `sums` holds the sum and the weight of each in turn."""

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.apply.activations import Activations
+from triaccel_ray.apply.agreement import Agreement, PeerCompileError
 from triaccel_ray.apply.compile import Compilation, first_paragraph, is_compile_error, is_compiled
 from triaccel_ray.apply.fuse import Fusion
 from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.apply.reduce import Reduction
 from triaccel_ray.apply.region_recorder import RegionRecorder
 from triaccel_ray.apply.step_in_backward import StepInBackward
 from triaccel_ray.cuda.capture_checks import watched
@@ -60,18 +62,22 @@ class Step:
         compilation: Compilation | None = None,
         stepper: StepInBackward | None = None,
         activations: Activations | None = None,
+        peers: Agreement | None = None,
+        reduction: Reduction | None = None,
     ) -> None:
         """Stores the parts of a step; `check_memory` raises if the process exceeds its memory budget.
 
         `is_exceeded_at_rest` returns whether it does so without a batch in flight. `fusion` runs in place of `model`
         while it is valid (`Fusion.holds`), `compilation` until compiling fails. `stepper` consumes gradients as they
-        arrive. `activations` stores what regions of the model save; None: it is kept.
+        arrive. `activations` stores what regions of the model save; None: it is kept. `peers` are the other ranks:
+        after an error on any of them, all take the same way out. `reduction` sums gradients over them.
         """
         self.model, self._loss, self.sampler, self.precision = model, loss, sampler, precision
         self.fusion, self.compilation, self.stepper = fusion, compilation, stepper
         self.activations = activations
         self.recorder: RegionRecorder | None = None
         """What has recorded the first micro-batch of the last pass; None if nothing had to be recorded."""
+        self.peers, self._reduction = peers or Agreement(), reduction
         self._is_compiled_by_user = is_compiled(model) and compilation is None
         self._check_memory, self._release_memory = check_memory, release_memory
         self._is_exceeded_at_rest = is_exceeded_at_rest
@@ -122,15 +128,19 @@ class Step:
         self.num_micro_batches, self.min_micro_batch_size = num_micro_batches, min_micro_batch_size
         self._is_budget_waived = False
 
-    def run(self, indices: Tensor, loss_scale: Tensor, *, step: int, watch: bool = False) -> StepOutcome:
+    def run(
+        self, indices: Tensor, loss_scale: Tensor, *, step: int, watch: bool = False, num_samples: int | None = None
+    ) -> StepOutcome:
         """Returns the loss of the samples at `indices`; leaves their mean gradient times `loss_scale` in `.grad`.
 
-        With `watch`, the outcome's `obstacles` are collected.
+        With `watch`, the outcome's `obstacles` are collected. If the samples are this rank's share of `num_samples`,
+        loss and gradient are its addends to those of all ranks.
 
         Raises:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
-        num_samples = len(indices)
+        num_samples = len(indices) if num_samples is None else num_samples
+        most_parts = self.peers.ranks.largest_share(num_samples)
         planned = self.num_micro_batches, self.min_micro_batch_size, self.storage
         obstacles: list[str] = []
         feature_faults: tuple[Fault, ...] = ()
@@ -140,15 +150,16 @@ class Step:
             num_parts = self._num_parts(num_samples)
             self.zero_grad()
             try:
-                parts = self.batches(indices)
-                loss_sum = self.accumulate(parts, num_samples, loss_scale, obstacles if watch else None)
+                with self.peers.agreeing():
+                    parts = self.batches(indices, num_samples)
+                    loss_sum = self.accumulate(parts, num_samples, loss_scale, obstacles if watch else None)
                 faults = feature_faults + memory_faults + self._learn(step)
                 return StepOutcome(
                     loss_sum=loss_sum, num_samples=num_samples, faults=faults, obstacles=tuple(obstacles)
                 )
             except (RuntimeError, MemoryError) as error:
                 is_over_budget = isinstance(error, BudgetExceededError)
-                is_smallest = num_parts >= num_samples
+                is_smallest = num_parts >= most_parts
                 disabled = self._disable_failed_feature(error, step)
                 is_hopeless = not is_out_of_memory(error) or (is_smallest and not is_over_budget)
                 stores_less = not disabled and is_out_of_memory(error) and self._store_least()
@@ -171,8 +182,8 @@ class Step:
                 memory_faults = (Fault(kind=kind, step=step, phase="forward_backward", detail=detail),)
                 continue
             if not stores_less:
-                if num_parts >= min(self.num_micro_batches, num_samples):
-                    self.num_micro_batches = min(2 * num_parts, num_samples)
+                if num_parts >= min(self.num_micro_batches, most_parts):
+                    self.num_micro_batches = min(2 * num_parts, most_parts)
                 self.min_micro_batch_size = 1
             fault = Fault.out_of_memory(
                 detail,
@@ -200,7 +211,8 @@ class Step:
         """Turns off the optional feature (recomputation or compilation) that raised `error`; returns faults, if any."""
         if self.activations is not None and (kept := self.activations.exclude_failed(error, step)):
             return kept
-        if self.compilation is None or not is_compile_error(error) or is_out_of_memory(error):
+        is_compiling = is_compile_error(error) or isinstance(error, PeerCompileError)
+        if self.compilation is None or not is_compiling or is_out_of_memory(error):
             return ()
         self.compilation.remove()
         self.compilation = None
@@ -249,6 +261,9 @@ class Step:
                 if self.stepper is not None:
                     is_last = num_passed + count == num_samples
                     around.enter_context(self.stepper.taking(is_first=not num_passed, is_last=is_last))
+                if self._reduction is not None:
+                    is_whole = self.num_micro_batches == 1 and num_samples >= self.peers.ranks.world_size
+                    around.enter_context(self._reduction.taking(self.precision.weights.in_force, is_whole=is_whole))
                 (loss * (loss_scale * (count / num_samples))).backward()
             num_passed += count
             if self.num_micro_batches > 1 and self.stepper is None:
@@ -284,10 +299,15 @@ class Step:
             parameter.grad = None
         self.precision.weights.zero_grad()
 
-    def batches(self, indices: Tensor) -> Iterator[tuple[int, Any, Any]]:
-        """Yields the samples at `indices` as micro-batches: number of samples, inputs, targets."""
+    def batches(self, indices: Tensor, num_of_all: int | None = None) -> Iterator[tuple[int, Any, Any]]:
+        """Yields the samples at `indices` as micro-batches: number of samples, inputs, targets.
+
+        Of `num_of_all` samples of all ranks, these are one rank's share.
+        """
         num_samples = len(indices)
-        num_parts = self._num_parts(num_samples)
+        if num_samples == 0:
+            return
+        num_parts = min(self._num_parts(num_of_all or num_samples), num_samples)
         if num_samples // num_parts == 1 and num_samples > num_parts:
             num_parts = num_samples // 2  # for batch normalization, no sample stands alone beside larger parts
         for part in indices.tensor_split(num_parts):

@@ -59,9 +59,14 @@ class ScheduledCurvature:
     def measure(self, step: int) -> None:
         """Measures the largest eigenvalues of every layer, or records why it does not."""
         self._sensors.timer.interrupt()
-        if self.meter.off_because or self._waits(step):
+        self._measure(step)
+        self._training.steps.agree()  # a rank may have released its graphs to make room
+
+    def _measure(self, step: int) -> None:
+        cannot = bool(self.meter.off_because) or self._waits(step)
+        if self._training.ranks.any(cannot):  # all measure at once, or each would wait for the others in turn
             return
-        indices = self._sampler.source.probe(self._config.num_samples, self._generator)
+        indices = self._drawn()
         if self._training.pool.holds_graphs and self.meter.needs_room:
             self._training.pool.release()  # or the process would hold memory for a step and a measurement at once
         batch = None
@@ -112,6 +117,13 @@ class ScheduledCurvature:
         """Restores what `state_dict` returned."""
         self.meter.load_state_dict(state["meter"])
         self._generator.set_state(state["samples"])
+
+    def _drawn(self) -> torch.Tensor:
+        """Returns the indices of this rank's random samples; ranks share one draw, unless the data set is too small."""
+        ranks, num_samples = self._training.ranks, self._config.num_samples
+        drawn = self._sampler.source.probe(num_samples * ranks.world_size, self._generator)
+        own = drawn[ranks.rank :: ranks.world_size]
+        return own if len(drawn) >= 2 * ranks.world_size else drawn[:num_samples]
 
     def _samples_at(self, indices: torch.Tensor) -> tuple[Any, Any]:
         return self._sampler.source.batch(self._sampler.placed(indices), None)

@@ -246,4 +246,5 @@ class EpochLoop(ABC):
             part.load_state_dict(state[name])
         self._epoch.load_state_dict(state)
         self.memory.raise_peaks(*state["memory_peaks"])
-        set_random_states(state["random"])
+        if state["sampler"].get("rank", 0) == self.sampler.rank:  # else all ranks would drop out the same units
+            set_random_states(state["random"])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.apply.activations import Activations
+from triaccel_ray.apply.agreement import Agreement
 from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.apply.compile import Compilation, is_compiled
 from triaccel_ray.apply.divide import divide
@@ -19,16 +20,19 @@ from triaccel_ray.apply.fused_optimizer import has_kernel
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer, watched_parameters
 from triaccel_ray.apply.precision import LayerPrecision, precisions_without_benefit, supported_precisions
+from triaccel_ray.apply.reduce import Reduction, SharedGradients
 from triaccel_ray.apply.split_weights import SplitWeights
 from triaccel_ray.apply.step import Step
 from triaccel_ray.apply.step_in_backward import BucketedGradients, StepInBackward, buckets_of
 from triaccel_ray.apply.weights import ComputeCopies, Weights
 from triaccel_ray.config import ControlConfig, check_field, require
+from triaccel_ray.control.consensus import joined_ranks
 from triaccel_ray.cuda.capture_checks import watching_forward
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.cuda.stream_pool import PooledStream
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import as_source, delivered
+from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.kernels.step_end import end_step
 from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.measure.moments import GradientMoments
@@ -50,8 +54,9 @@ class TrainingUpdate:
         loss_scale: LossScale,
         loss_sums: Tensor,
         clip_norm: float | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """Adds each step's loss to every row of `loss_sums`: fp64 [rows, 2], sum over the samples and their number.
+        """Adds a step's loss on all `ranks` to every row of `loss_sums`: fp64 [rows, 2], sum and number of samples.
 
         With `clip_norm`, gradients whose global norm is larger are scaled down to it. Gradients that arrive in buckets
         are clipped by the last step's norm, because their own is known only after they are freed. Those of the first
@@ -59,6 +64,7 @@ class TrainingUpdate:
         """
         self._precision, self._moments, self._optimizer, self._loss_scale = precision, moments, optimizer, loss_scale
         self._loss_sums, self._clip_norm = loss_sums, clip_norm
+        self._ranks = ranks or Ranks()
         self._divisor: Tensor | None = None
 
     @property
@@ -88,6 +94,7 @@ class TrainingUpdate:
         """
         active = self._precision.needs_loss_scale
         scale = self._loss_scale.factor(active)
+        self._ranks.start_sum([loss_sum])()
         if isinstance(gradients, Gradients):
             found = self._moments.update(gradients, scale)
             divisor = self._divisor_of(scale, active, lambda: self._moments.norm(scale))
@@ -138,6 +145,7 @@ class Training:
         require_trainable(model, optimizer, self.layers)
         self.device = next(model.parameters()).device
         to_channels_last(model)
+        self.ranks = joined_ranks(model, optimizer, config, seed=seed, epochs=epochs)
         splits_weights = self._is_requested("weights", optimizer, default="fp32")
         steps_in_backward = self._is_requested("step_in_backward", optimizer, default=False)
         in_8_bits = self._is_requested("optimizer_state", optimizer, default="fp32")
@@ -147,7 +155,8 @@ class Training:
         self.optimizer = LayerwiseOptimizer(
             optimizer,
             self.layers,
-            release_memory=self.make_room,
+            # One rank alone must not release its graphs: capturing them again takes all ranks.
+            release_memory=self.make_room if self.ranks.is_alone else self.memory.release,
             split=self._split_weights,
             buckets=buckets,
             in_8_bits=in_8_bits,
@@ -157,7 +166,7 @@ class Training:
         stream = PooledStream(self.device).current() if self.device.type == "cuda" else contextlib.nullcontext()
         with stream, watching_forward(model) as host_waits:
             require_working(model, loss, source)
-        self.sampler = Sampler(source, seed=seed, device=self.device, epochs=epochs)
+        self.sampler = Sampler(source, seed=seed, device=self.device, epochs=epochs, ranks=self.ranks)
         self.loss_scale = LossScale(config.loss_scale, self.device)
         self.memory.require_room()
         self.loss_sums = torch.zeros(2, 2, dtype=torch.float64, device=self.device)
@@ -218,13 +227,13 @@ class Training:
             weights = ComputeCopies(self.layers, self.optimizer.parameters)
         norms = () if fusion is None else fusion.norms
         precision = LayerPrecision(self.model, self.layers, weights=weights, norms=norms, own_kernels=execution.fuse)
-        update = TrainingUpdate(
-            precision, self.moments, self.optimizer, self.loss_scale, self.loss_sums, self._config.clip_norm
-        )
+        sums, clip_norm = self.loss_sums, self._config.clip_norm
+        update = TrainingUpdate(precision, self.moments, self.optimizer, self.loss_scale, sums, clip_norm, self.ranks)
         watched = self.optimizer.watched
         if buckets is not None:
             parameters = [[watched[index] for index in bucket] for bucket in buckets]
             self._stepper = StepInBackward(parameters, weights, update.begin, update.take)
+        reduction = None if self.ranks.is_alone else Reduction(watched, [*self.model.parameters()], self.ranks)
         compilation = self._compile(host_waits) if compiles else None
         step = Step(
             self.model,
@@ -233,13 +242,16 @@ class Training:
             precision,
             check_memory=self.memory.check,
             release_memory=self.make_room,
-            is_exceeded_at_rest=lambda: self.memory.is_exceeded_at_rest,
+            is_exceeded_at_rest=lambda: self.ranks.any(self.memory.is_exceeded_at_rest),
             fusion=fusion,
             compilation=compilation,
             stepper=self._stepper,
             activations=self._activations(fusion, compilation),
+            peers=Agreement(self.ranks),
+            reduction=reduction,
         )
-        new_gradients = partial(Gradients, watched) if self._stepper is None else self._stepper.gradients
+        shared = partial(Gradients, watched) if reduction is None else partial(SharedGradients, reduction)
+        new_gradients = shared if self._stepper is None else self._stepper.gradients
         return StepCache(step, update, new_gradients, self.pool, execution)
 
     def _is_requested(self, name: str, optimizer: torch.optim.Optimizer, *, default: str | bool) -> bool:

@@ -2,27 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from triaccel_ray.data.batches import next_batch_size
 from triaccel_ray.data.sources import DataSource, IterableSource
+from triaccel_ray.distributed.ranks import Ranks
+
+
+class BatchShares(NamedTuple):
+    """How a batch is shared by ranks; the same value on all of them."""
+
+    num_samples: int
+    """Samples of all ranks."""
+    offset: int = 0
+    """Place of its first sample in the epoch, modulo the number of ranks; 0 if all shares are equal anyway."""
 
 
 class Sampler:
     """Walks through a random permutation of the samples, a new one each epoch, in batches of any size.
 
+    Of several ranks, each takes every n-th sample of the epoch's order, so that its samples are known ahead whatever
+    the batch sizes. Its shares of two batches of one size differ by one sample at most.
+
     Each permutation is announced to the source as soon as it is known, so that it may prefetch. An `IterableSource`
     has an order of its own, and an epoch ends with its samples.
     """
 
-    def __init__(self, source: DataSource, *, seed: int, device: torch.device, epochs: float | None = None) -> None:
+    def __init__(
+        self,
+        source: DataSource,
+        *,
+        seed: int,
+        device: torch.device,
+        epochs: float | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         """Starts before the first sample of epoch 0; permutations depend on `seed` and the epoch alone.
 
-        `device` is where the source delivers its batches. `epochs` is the length of the run, if it is known.
+        `device` is where the source delivers its batches. `epochs` is the length of the run, if it is known. Positions
+        and sizes count the samples of all `ranks`; only the indices, and the augmentation, are this rank's own.
+
+        Raises:
+            ValueError: a stream is to be shared by several ranks.
         """
+        ranks = ranks or Ranks()
+        self.rank, self._world_size = ranks.rank, ranks.world_size
+        if isinstance(source, IterableSource) and not ranks.is_alone:
+            raise ValueError(
+                f"data = an iterable data set, on {ranks.world_size} ranks: must be one with __getitem__ and __len__, "
+                "whose samples can be shared; or train on one rank"
+            )
         self.source = source
         self._device = device
         self._seed, self._num_epochs = seed, epochs
@@ -37,8 +69,10 @@ class Sampler:
         self._order = self._announced_order(follows=False)
         self._source_epoch: int | None = None
         """The epoch last given to the source by `set_epoch`."""
+        self.last_batch = BatchShares(0)
+        """The batch last taken."""
         # Augmentation draws on the data's device. PyTorch's generators differ between devices, so do the crops.
-        self.generator = torch.Generator(device=device).manual_seed(seed)
+        self.generator = torch.Generator(device=device).manual_seed(_seed_of(seed, self.rank) if self.rank else seed)
 
     @property
     def position(self) -> float:
@@ -75,6 +109,7 @@ class Sampler:
     def take(self, num_samples: int) -> Tensor:
         """Returns the indices of the next samples, int64 [num_samples], fewer at the end of an epoch.
 
+        With several ranks they are this rank's share of the samples, which `last_batch` describes; it may be empty.
         For a resident source they are on the device, as views of the epoch's order; else on the CPU. Batch
         normalization cannot train on one sample. If one would be left over, the last two batches share their samples
         evenly, and 3 samples taken by 2 form one batch. After the last sample the next epoch begins.
@@ -92,6 +127,9 @@ class Sampler:
         self._cursor += size
         self._num_taken += size
         indices = torch.arange(start, self._cursor) if self._is_stream else self._order[start : self._cursor]
+        is_uneven = size % self._world_size != 0
+        self.last_batch = BatchShares(size, start % self._world_size if is_uneven else 0)
+        indices = self._share(indices, start)
         if size == num_left:
             self.num_samples = self._cursor
             self.epoch += 1
@@ -131,6 +169,7 @@ class Sampler:
             "num_taken": self._num_taken,
             "stream": self.source.state_at(self._cursor) if isinstance(self.source, IterableSource) else None,
             "generator": self.generator.get_state(),
+            "rank": self.rank,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -150,12 +189,21 @@ class Sampler:
         if isinstance(self.source, IterableSource):
             self.source.resume(self.epoch, self._cursor, state["stream"])
         self.generator.set_state(state["generator"])
+        if (saved_by := state.get("rank", 0)) != self.rank:  # else this rank would augment as that one does
+            drawn = torch.randint(2**62, (), generator=self.generator, device=self.generator.device)
+            self.generator.manual_seed(_seed_of(int(drawn), 1 + self.rank + saved_by * self._world_size))
+
+    def _share(self, samples: Tensor, start: int) -> Tensor:
+        """Returns this rank's of the samples from place `start` of an epoch on."""
+        if self._world_size == 1:
+            return samples
+        return samples[(self.rank - start) % self._world_size :: self._world_size]
 
     def _announced_order(self, *, follows: bool) -> Tensor:
         """Returns the current epoch's order, int64 [n], and announces its remaining samples."""
         seed = _seed_of(self._seed, self.epoch)
         order = epoch_order(0 if self._is_stream else self.num_samples, seed=self._seed, epoch=self.epoch)
-        self.source.announce(order[self._cursor :], seed=seed, follows=follows)
+        self.source.announce(self._share(order[self._cursor :], self._cursor), seed=seed, follows=follows)
         return self.placed(order)
 
 

@@ -33,7 +33,7 @@ class Gradients:
 
         Each is brought into the memory layout of its parameter. `publish` makes their addresses known to kernels.
         """
-        self.tensors = [_gradient(p, copies.get(id(p)), sums.get(id(p))) for p in self.parameters]
+        self.tensors = [gradient_of(p, copies.get(id(p)), sums.get(id(p))) for p in self.parameters]
         self.table.point_to(self.tensors, upload=False)
 
     def begin(self, *, publishes: bool) -> None:
@@ -50,7 +50,8 @@ class Gradients:
         self.table.forget()
 
 
-def _gradient(parameter: nn.Parameter, copy: Tensor | None, total: Tensor | None) -> Tensor | None:
+def gradient_of(parameter: nn.Parameter, copy: Tensor | None, total: Tensor | None) -> Tensor | None:
+    """Returns the gradient of a parameter, of its copy or their sum, or `total`, in the parameter's memory layout."""
     gradient = parameter.grad if total is None else total
     if copy is not None and copy.grad is not None:
         # Both exist only if the model also reads the weight itself, outside the layer that computes with the copy.

@@ -95,10 +95,10 @@ def require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers
 
     Raises:
         TypeError: `optimizer` is not a PyTorch optimizer.
-        ValueError: the model is spread over processes, trainable parameters are not FP32, gradients are sparse, or the
-            optimizer needs a closure or updates no layer of the model.
+        ValueError: the model is wrapped for several processes, trainable parameters are not FP32, gradients are sparse,
+            or the optimizer needs a closure or updates no layer of the model.
     """
-    _require_single_process(model)
+    _require_plain(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer = {optimizer!r:.80}: must be a torch.optim.Optimizer, a new one for this model")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -120,20 +120,14 @@ def require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers
         )
 
 
-def _require_single_process(model: nn.Module) -> None:
-    """Raises ValueError if the training is distributed over processes: each would adapt on its own."""
+def _require_plain(model: nn.Module) -> None:
+    """Raises ValueError if the model is wrapped to be spread over processes: the loop itself does this."""
     kinds = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"):
         if kind in kinds:
             raise ValueError(
-                f"model is a {kind}: the loop trains in one process, on one device; give it the module inside"
+                f"model is a {kind}: the loop itself averages gradients over the ranks; give it the plain module inside"
             )
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ValueError(
-            f"torch.distributed has {distributed.get_world_size()} processes: the loop trains in one, and each would "
-            "adapt on its own; start one process a device, without init_process_group"
-        )
 
 
 def to_channels_last(model: nn.Module) -> None:

@@ -1,0 +1,82 @@
+"""Processes that stay up for a module's tests and join process groups of any size among them."""
+
+from __future__ import annotations
+
+import datetime
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+SECONDS = 60
+"""Longest time that a job may take."""
+
+
+class Crew:
+    """Runs functions on ranks; each rank is a process."""
+
+    def __init__(self, size: int, backend: str = "gloo") -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._jobs = [context.Queue() for _ in range(size)]
+        self._results = context.Queue()
+        self._num_jobs = 0
+        self._processes = [
+            context.Process(target=_work, args=(rank, backend, jobs, self._results), daemon=True)
+            for rank, jobs in enumerate(self._jobs)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `function(rank, *args)` returns on each rank of a group; without a group if the size is 1."""
+        self._num_jobs += 1
+        store = Path(self._folder.name) / str(self._num_jobs)
+        for jobs in self._jobs[:world_size]:
+            jobs.put((self._num_jobs, world_size, str(store), function, args))
+        found: dict[int, Any] = {}
+        while len(found) < world_size:
+            try:
+                job, rank, result, error = self._results.get(timeout=SECONDS)
+            except queue.Empty:
+                raise AssertionError(f"only ranks {sorted(found)} of {world_size} have ended") from None
+            if job == self._num_jobs:
+                assert not error, error
+                found[rank] = result
+        return [found[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _work(rank: int, backend: str, jobs: Any, results: Any) -> None:
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    while True:
+        job, world_size, store, function, args = jobs.get()
+        result, error = None, ""
+        try:
+            if world_size > 1:
+                distributed.init_process_group(
+                    backend,
+                    init_method=f"file://{store}",
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=datetime.timedelta(seconds=20),
+                )
+            result = function(rank, *args)
+        except BaseException:
+            error = f"on rank {rank}:\n{traceback.format_exc()}"
+        finally:
+            if distributed.is_initialized():
+                distributed.destroy_process_group()
+        results.put((job, rank, result, error))

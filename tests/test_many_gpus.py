@@ -1,0 +1,100 @@
+"""One run on two GPUs, with NCCL inside the captured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.build import CONFIG, Limited, blobs, loop_of, mlp
+from tests.crew import Crew
+from tests.test_many_ranks import assert_close, fixed, listed
+from triaccel_ray.config import ControlConfig, ExecutionConfig
+from triaccel_ray.decide import replay
+from triaccel_ray.records.codec import encode
+from triaccel_ray.records.plan import FaultKind
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+]
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    crew = Crew(2, "nccl")
+    yield crew
+    crew.close()
+
+
+UNCOMPILED = replace(fixed(12), execution=ExecutionConfig(compile="off"))
+
+
+class Waiting(nn.Module):
+    """Makes the host wait for the device."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * (1.0 if inputs.sum().item() != 12345.0 else 2.0)
+
+
+def trained(
+    rank: int, config: ControlConfig, num_steps: int, last: str = "", limit: int | None = None
+) -> dict[str, Any]:
+    """Weights, captures, ticks and faults after steps; rank 1's model may wait for its device, or lack memory."""
+    ending = Limited(limit) if limit is not None and rank == 1 else nn.Identity()
+    model = nn.Sequential(mlp(seed=rank), Waiting() if last == "waits" and rank == 1 else ending).cuda()
+    loop, ticks = loop_of(model, blobs(1202), config)
+    for _ in range(num_steps):
+        loop.step()
+    faults = [fault for tick in ticks for fault in tick.observation.faults]
+    found = {
+        "weights": listed(model),
+        "captured": loop._training.steps.num_captured,
+        "parts": loop._training.steps.step.num_micro_batches,
+        "decisions": [encode(tick.decision) for tick in ticks],
+        "replays": replay(config, [(tick.observation, tick.decision) for tick in ticks]).diverged_at is None,
+        "refused": [fault.detail for fault in faults if fault.kind is FaultKind.CAPTURE_FAILED],
+        "evaluation": loop.evaluate(blobs(31, seed=1)).metrics,
+    }
+    loop.close()
+    return found
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_captured_steps_on_two_gpus_compute_what_one_computes(crew: Crew, accumulate: int) -> None:
+    config = fixed(12, accumulate=accumulate)
+    (alone,) = crew.run(1, trained, config, 200)
+    found = crew.run(2, trained, config, 200)
+    for each in found:
+        assert each["captured"] >= 1
+        assert each["weights"] == found[0]["weights"]
+        assert_close(each["weights"], alone["weights"], within=1e-4)
+        assert each["evaluation"] == found[0]["evaluation"]
+
+
+@pytest.mark.parametrize("compiles", ["off", "auto"])
+def test_two_gpus_decide_the_same_with_every_strategy_on(crew: Crew, compiles: Any) -> None:
+    config = replace(CONFIG, max_overhead=1.0, execution=ExecutionConfig(compile=compiles))
+    first, second = crew.run(2, trained, config, 200)
+    for name in ("weights", "decisions", "captured"):
+        assert first[name] == second[name], name
+    assert first["replays"]
+    assert second["replays"]
+
+
+def test_a_host_that_waits_on_one_gpu_ends_capture_on_both(crew: Crew) -> None:
+    first, second = crew.run(2, trained, UNCOMPILED, 20, "waits")
+    assert (first["captured"], second["captured"]) == (0, 0)
+    assert first["weights"] == second["weights"]
+    assert "the step of another rank cannot be captured" in first["refused"][0]
+
+
+def test_both_gpus_retreat_when_one_runs_out_of_memory(crew: Crew) -> None:
+    (alone,) = crew.run(1, trained, UNCOMPILED, 20)
+    for each in crew.run(2, trained, UNCOMPILED, 20, "", 3):
+        assert each["parts"] == 2
+        assert_close(each["weights"], alone["weights"], within=1e-4)

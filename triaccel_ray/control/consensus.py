@@ -1,0 +1,154 @@
+"""What the ranks of a run agree on: settings and weights before the first step, then one observation a tick."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import nn
+
+from triaccel_ray.apply.capture import StepCache
+from triaccel_ray.config import ControlConfig, require
+from triaccel_ray.distributed.ranks import Ranks
+from triaccel_ray.records.codec import decode, encode
+from triaccel_ray.records.plan import Fault, Precision
+from triaccel_ray.records.signals import LayerSignal, MemorySignal, NoiseSignal, Observation
+
+
+def joined_ranks(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: ControlConfig, *, seed: int, epochs: float | None
+) -> Ranks:
+    """Returns the ranks of the initialized process group, with rank 0's parameters and buffers on all of them.
+
+    Raises:
+        ValueError: the ranks were given different settings, models or optimizers; or settings that need one process.
+    """
+    ranks = Ranks.found()
+    if ranks.is_alone:
+        return ranks
+    parameters = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
+    settings = {
+        **_flattened(config),
+        "seed": seed,
+        "epochs": epochs,
+        "device": next(model.parameters()).device.type,
+        "model": [parameters, [[name, list(buffer.shape)] for name, buffer in model.named_buffers()]],
+        "optimizer": [type(optimizer).__name__, [_options(group) for group in optimizer.param_groups]],
+    }
+    ranks.require_same_settings(settings)
+    size, smallest = ranks.world_size, config.batch.minimum
+    rule = f"must be at least the number of ranks, {size}: each has a sample of every whole batch"
+    require(smallest >= size, "batch minimum (batch_min)", smallest, rule)
+    require(
+        not config.step_in_backward,
+        "step_in_backward",
+        True,
+        f"must be False on {size} ranks: parameters are updated once the gradients of all ranks have been summed",
+    )
+    ranks.broadcast_([*model.parameters(), *model.buffers()])
+    return ranks
+
+
+def require_same_steps(ranks: Ranks, steps: StepCache, supported: Sequence[tuple[str, Sequence[Precision]]]) -> None:
+    """Checks that the ranks have as many samples, offer layers the same precisions, and run steps of the same kind.
+
+    Raises:
+        ValueError: they do not.
+    """
+    step = steps.step
+    ranks.require_same_settings(
+        {
+            "number of samples": step.sampler.num_samples,
+            "precisions": encode(supported),
+            "compiled, fused, captured": [str(step.compilation), step.fusion is not None, steps.enabled],
+        }
+    )
+
+
+def _flattened(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the fields of a configuration by dotted name."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), prefix + field.name
+        found |= _flattened(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: encode(value)}
+    return found
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, str]:
+    options = {name: str(value) for name, value in group.items() if name != "params"}
+    return options | {"parameters": str(len(group["params"]))}
+
+
+def agreed_observation(ranks: Ranks, observation: Observation) -> Observation:
+    """Returns the observation on which all ranks decide, merged from their own; a collective.
+
+    It passes as JSON, as in the event log. So every rank decides on the same numbers, and `replay` can check each.
+    """
+    if ranks.is_alone:
+        return observation
+    return merged([decode(Observation, each) for each in ranks.gather(encode(observation))])
+
+
+def merged(observations: Sequence[Observation]) -> Observation:
+    """Returns one observation from those of all ranks, by rank.
+
+    Variances, losses and the loss scale are sums over ranks already, hence equal. Memory is that of the rank with the
+    least room, times are the slowest rank's, eigenvalues and noise are means over the ranks that measured them.
+    """
+    first = observations[0]
+    step_times = [each.step_ms for each in observations if each.step_ms is not None]
+    noises = [each.noise for each in observations if each.noise is not None]
+    noise = None
+    if noises:
+        noise = NoiseSignal(
+            mean_square_norm=fmean(each.mean_square_norm for each in noises),
+            trace_covariance=fmean(each.trace_covariance for each in noises),
+        )
+    return replace(
+        first,
+        layers=tuple(_merged_layer(each) for each in zip(*(each.layers for each in observations), strict=True)),
+        memory=_merged_memory([each.memory for each in observations]),
+        step_ms=max(step_times, default=None),
+        adapting_ms=max(each.adapting_ms for each in observations),
+        noise=noise,
+        faults=_merged_faults([each.faults for each in observations]),
+    )
+
+
+def _merged_layer(signals: Sequence[LayerSignal]) -> LayerSignal:
+    measured = [signal.eigenvalues for signal in signals if signal.eigenvalues]
+    eigenvalues = tuple(map(fmean, zip(*measured, strict=False))) or None
+    return replace(signals[0], eigenvalues=eigenvalues)
+
+
+def _merged_memory(signals: Sequence[MemorySignal]) -> MemorySignal:
+    def most(figure: Callable[[MemorySignal], int]) -> int:
+        return max(map(figure, signals))
+
+    used = most(lambda signal: signal.used_bytes)
+    attainable = min(signal.attainable_bytes for signal in signals)
+    fullest = max(signals, key=lambda signal: signal.window_peak_bytes)
+    return MemorySignal(
+        used_bytes=used,
+        window_peak_bytes=fullest.window_peak_bytes,
+        peak_bytes=most(lambda signal: signal.peak_bytes),
+        limit_bytes=min(signal.limit_bytes for signal in signals),
+        allocated_bytes=most(lambda signal: signal.allocated_bytes),
+        allocated_peak_bytes=most(lambda signal: signal.allocated_peak_bytes),
+        idle_bytes=fullest.idle_bytes,
+        free_bytes=None if any(signal.free_bytes is None for signal in signals) else max(attainable - used, 0),
+    )
+
+
+def _merged_faults(faults_of: Sequence[Sequence[Fault]]) -> tuple[Fault, ...]:
+    """Returns the faults of all ranks, each once; the detail of one that rank 0 does not have names its rank."""
+    found: dict[Fault, Fault] = {}
+    for rank, faults in enumerate(faults_of):
+        for fault in faults:
+            named = fault if rank == 0 else replace(fault, detail=f"rank {rank}: {fault.detail}")
+            found.setdefault(replace(fault, detail=""), named)
+    return tuple(sorted(found.values(), key=lambda fault: fault.step))

@@ -1,0 +1,160 @@
+"""The processes that train one model together, and what they tell each other beside the gradients."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BROADCAST_BYTES = 64 * 2**20
+"""Bytes of tensors that are joined to one broadcast."""
+_BEFORE_DIFFERENCE = 40
+"""Characters of a message before the place where two values differ."""
+_Group: TypeAlias = Any  # `dist.ProcessGroup`, which a PyTorch without torch.distributed lacks
+
+
+class RanksDifferError(RuntimeError):
+    """The ranks of a run have made different decisions, or hold different states: their weights would drift apart."""
+
+
+class Ranks:
+    """The ranks of a run: one process each, on one device each.
+
+    Host values travel through a group of the host's own (gloo), so that no rank waits for its device. Every method
+    besides the properties is a collective: all ranks call it, in the same order. Alone, each returns at once.
+    """
+
+    def __init__(self, group: _Group = None, host_group: _Group = None) -> None:
+        """Takes the groups for tensors on the device and for host values; without them this process is alone."""
+        self._group, self._host_group = group, host_group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+
+    @classmethod
+    def found(cls) -> Ranks:
+        """Returns the ranks of the default process group; this process alone if none is initialized, or of size 1."""
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls()
+        group = dist.group.WORLD
+        return cls(group, group if dist.get_backend(group) == "gloo" else dist.new_group(backend="gloo"))
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one rank only."""
+        return self._group is None
+
+    def largest_share(self, num_samples: int) -> int:
+        """Returns the most samples that one rank has of a batch of `num_samples`; no collective."""
+        return -(-num_samples // self.world_size)
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """Returns the maximum over ranks of each of `values`."""
+        if self.is_alone:
+            return list(values)
+        found = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._host_group)
+        return found.tolist()
+
+    def any(self, condition: bool) -> bool:
+        """Returns whether the condition holds on any rank."""
+        return self.maximum([int(condition)])[0] > 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, by rank; each is something that JSON can hold."""
+        if self.is_alone:
+            return [value]
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(own)]), group=self._host_group)
+        largest = max(int(size) for size in sizes)
+        padded = [torch.zeros(largest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(padded, torch.cat([own, own.new_zeros(largest - len(own))]), group=self._host_group)
+        return [json.loads(bytes(each[: int(size)].tolist())) for each, size in zip(padded, sizes, strict=True)]
+
+    def require_equal(self, what: str, value: Any) -> None:
+        """Checks that all ranks give the same value, which JSON can hold; only its hash travels if they do.
+
+        Raises:
+            RanksDifferError: they do not; the message has two ranks' values where they differ first.
+        """
+        if self.is_alone or len(set(self.gather(digest(value)))) == 1:
+            return
+        texts = self.gather(json.dumps(value, sort_keys=True))
+        rank, other = next((rank, text) for rank, text in enumerate(texts) if text != texts[0])
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(texts[0], other, strict=False))
+        start = max(sum(1 for _ in same) - _BEFORE_DIFFERENCE, 0)
+        raise RanksDifferError(
+            f"{what} differs between ranks (rank 0: ...{texts[0][start : start + 80]}..., rank {rank}: "
+            f"...{other[start : start + 80]}...): the run ends, for their weights would drift apart; give all ranks "
+            "the same code, versions and files"
+        )
+
+    def require_same_settings(self, settings: Mapping[str, Any]) -> None:
+        """Checks that all ranks were given the same settings, which JSON can hold.
+
+        Raises:
+            ValueError: they were not; the message has the first setting that differs, with two ranks' values.
+        """
+        if self.is_alone:
+            return
+        given = self.gather({name: [digest(value), _shortened(value)] for name, value in settings.items()})
+        for name in given[0]:
+            for rank, other in enumerate(given):
+                if other.get(name, [None, None])[0] != given[0][name][0]:
+                    raise ValueError(
+                        f"{name} = {given[0][name][1]} on rank 0 and {other.get(name, [None, 'missing'])[1]} on rank "
+                        f"{rank}: must be the same on all ranks"
+                    )
+
+    @torch.no_grad()
+    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
+        """Writes rank 0's values to these tensors on every rank, in few and large messages."""
+        if self.is_alone:
+            return
+        waiting: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            together = waiting.setdefault(tensor.dtype, [])
+            together.append(tensor)
+            if sum(each.nbytes for each in together) >= BROADCAST_BYTES:
+                self._broadcast(waiting.pop(tensor.dtype))
+        for together in waiting.values():
+            self._broadcast(together)
+
+    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        as_bytes = flat.view(torch.uint8)  # any dtype, booleans too
+        dist.broadcast(as_bytes, src=0, group=self._group)
+        for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
+
+    def start_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Starts to replace each tensor, contiguous and on the device, by its sum over ranks.
+
+        Returns a function after which the sums may be read: on a GPU the current stream waits for them, the host does
+        not. Launches device work only, which a CUDA graph can capture. The sums have the same bits on every rank.
+        """
+        if self.is_alone:
+            return lambda: None
+        works = [dist.all_reduce(tensor, group=self._group, async_op=True) for tensor in tensors]
+
+        def wait() -> None:
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+        return wait
+
+
+def digest(value: Any) -> str:
+    """Returns a hash, 16 hexadecimal digits, of a value that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _shortened(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)[:300]
