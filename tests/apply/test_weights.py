@@ -8,7 +8,7 @@ from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.weights import ComputeCopies
 from triaccel_ray.config import LossScaleConfig
-from triaccel_ray.control.training import TrainingUpdate
+from triaccel_ray.control.update import TrainingUpdate
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import find_layers

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from triaccel_ray.apply.agreement import NotCapturableError
 from triaccel_ray.apply.region_recorder import RegionRecorder
 from triaccel_ray.apply.step import Step, StepOutcome
 from triaccel_ray.apply.step_in_backward import BucketedGradients
+from triaccel_ray.apply.step_kind import StepKind
 from triaccel_ray.config import ExecutionConfig
 from triaccel_ray.cuda.graphs import Graph, GraphPool
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
@@ -24,7 +25,7 @@ from triaccel_ray.data.sampler import BatchShares
 from triaccel_ray.distributed.ranks import digest
 from triaccel_ray.model.gradients import Gradients, has_hooks
 from triaccel_ray.model.pytree import map_tensors, tensors_in
-from triaccel_ray.records.plan import Fault, FaultKind, Storage
+from triaccel_ray.records.plan import Fault, FaultKind
 
 MAX_GRAPHS = 8
 """Captured steps kept at once. They share one memory pool: each costs a few MB at most, for kernel arguments."""
@@ -39,25 +40,6 @@ class Update(Protocol):
 
     def run(self, loss_sum: Tensor, num_samples: int, gradients: Gradients | BucketedGradients) -> None:
         """Updates statistics and parameters from one step's gradients; `loss_sum` is an fp64 scalar."""
-
-
-@dataclass(frozen=True)
-class _Key:
-    """Identifies a captured step; all its other inputs are read from the device at each replay."""
-
-    batch_size: int
-    num_micro_batches: int
-    dtypes: tuple[torch.dtype, ...]
-    storage: tuple[tuple[str, Storage], ...] = ()
-    """Of the regions that do not keep what they save."""
-    offset: int = 0
-    """See `BatchShares`: ranks have equal keys, though their shares of the batch may differ."""
-
-    def __str__(self) -> str:
-        parts = f" in {self.num_micro_batches} parts" if self.num_micro_batches > 1 else ""
-        counts = Counter(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-        counts.update(each.value for _, each in self.storage)
-        return f"batch {self.batch_size}{parts}, " + ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
 class _Captured(NamedTuple):
@@ -104,10 +86,10 @@ class StepCache:
         self._source, self._generator = step.sampler.source, step.sampler.generator
         self._eager_gradients = new_gradients()
         self._stream = PooledStream(self._generator.device) if pool.handle is not None else None
-        self._entries: OrderedDict[_Key, _Captured] = OrderedDict()
-        self._is_ready: dict[_Key, bool] = {}
+        self._entries: OrderedDict[StepKind, _Captured] = OrderedDict()
+        self._is_ready: dict[StepKind, bool] = {}
         """Kind of step that has run eagerly -> whether the next one is captured; False after a step that compiled."""
-        self._too_large: set[_Key] = set()
+        self._too_large: set[StepKind] = set()
         self._captured_dependencies: tuple[Any, ...] = ()
         self.pending_ms = 0.0
         """Milliseconds spent on new plans since the last `take_cost`."""
@@ -139,13 +121,13 @@ class StepCache:
         """
         num_samples, offset = shares or BatchShares(len(indices))
         stored = tuple(self.step.storage.items())
-        key = _Key(num_samples, self.step.num_micro_batches, self.step.precision.key, stored, offset)
+        key = StepKind(num_samples, self.step.num_micro_batches, self.step.precision.key, stored, offset)
         with self.on_stream(), self._autotuning():
             if not self.enabled or key in self._too_large:
                 return self._run_eagerly(key, indices, loss_scale, step).faults
             if key.num_micro_batches > 1 and not self._source.is_resident:
                 text = "batches that pass in parts are captured from tensors on the device alone"
-                faults = self._unless_reported(_capture_fault(key, step, text))
+                faults = self._unless_reported(key.capture_fault(step, text))
                 return (*faults, *self._run_eagerly(key, indices, loss_scale, step).faults)
             if self._entries and self._dependencies() != self._captured_dependencies:
                 self._pool.release()
@@ -172,7 +154,7 @@ class StepCache:
         return (fault,)
 
     def _run_eagerly(
-        self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int, *, watch: bool = False
+        self, key: StepKind, indices: Tensor, loss_scale: Tensor, step: int, *, watch: bool = False
     ) -> StepOutcome:
         if self._pool.holds_graphs:  # graphs of the curvature measurement included
             self._pool.release()
@@ -188,7 +170,7 @@ class StepCache:
             return replace(outcome, faults=(*outcome.faults, *self._unless_reported(refusal)))
         return outcome
 
-    def _run_first(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> tuple[Fault, ...]:
+    def _run_first(self, key: StepKind, indices: Tensor, loss_scale: Tensor, step: int) -> tuple[Fault, ...]:
         """Runs the first step of a kind eagerly, and checks whether it can be captured.
 
         Compilation itself waits for the device. So a step that compiles is not checked, but the one after it is.
@@ -219,9 +201,9 @@ class StepCache:
             text = f"{compilation}: {'; '.join(obstacles)}"
             return (*outcome.faults, Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text))
         self.enabled = False
-        return (*outcome.faults, _capture_fault(key, step, "; ".join(obstacles)))
+        return (*outcome.faults, key.capture_fault(step, "; ".join(obstacles)))
 
-    def _prepare(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> Fault | None:
+    def _prepare(self, key: StepKind, indices: Tensor, loss_scale: Tensor, step: int) -> Fault | None:
         """Captures the step, or copies the samples into its graph's inputs; returns a fault if that fails."""
         is_captured = key in self._entries
         try:
@@ -244,9 +226,9 @@ class StepCache:
             if self.step.activations is not None:
                 self.step.activations.request_costs()
             self._too_large.add(key)  # until the pool is next released
-            return _capture_fault(key, step, detail, FaultKind.CAPTURE_OUT_OF_MEMORY)
+            return key.capture_fault(step, detail, FaultKind.CAPTURE_OUT_OF_MEMORY)
         self.enabled = False
-        return _capture_fault(key, step, detail)
+        return key.capture_fault(step, detail)
 
     def _fill(self, entry: _Captured, indices: Tensor) -> None:
         if entry.batch is None:
@@ -258,7 +240,7 @@ class StepCache:
         for static, tensor in zip(tensors_in(entry.batch), tensors_in(fresh), strict=True):
             static.copy_(tensor, non_blocking=True)
 
-    def _capture(self, key: _Key, indices: Tensor, loss_scale: Tensor) -> None:
+    def _capture(self, key: StepKind, indices: Tensor, loss_scale: Tensor) -> None:
         """Captures the step on these samples and stores the graph; nothing is executed yet."""
         self.step.zero_grad()
         gradients, weights = self._new_gradients(), self.step.precision.weights
@@ -344,17 +326,6 @@ class StepCache:
             self._pool.synchronize()
         finally:
             self.pending_ms += 1e3 * (time.perf_counter() - start)
-
-
-def _capture_fault(key: _Key, step: int, detail: str, kind: FaultKind = FaultKind.CAPTURE_FAILED) -> Fault:
-    return Fault(
-        kind=kind,
-        step=step,
-        phase="capture",
-        batch_size=key.batch_size,
-        micro_batch_size=-(-key.batch_size // key.num_micro_batches),
-        detail=detail[:500],
-    )
 
 
 def _signature(batch: tuple[Any, Tensor]) -> Any:
