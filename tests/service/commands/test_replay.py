@@ -12,7 +12,7 @@ from tests.service.build import CONTROL, SimulatedRun
 from tests.service.records import RUN_SPEC
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.records.events import End, EventLog, LogError, Start
-from triaccel_ray.records.plan import Precision
+from triaccel_ray.records.plan import Precision, Storage
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.commands.replay import reasons_grid, verdict
 from triaccel_ray.service.runs.record import RunRecord
@@ -83,6 +83,15 @@ def test_a_changed_log_is_noticed(run: RunRecord) -> None:
         lines = list(verdict(replace(run, ticks=ticks), CONTROL))
         assert lines[0].startswith(said)
         assert "written by another version, or was changed" in lines[1]
+
+
+def test_a_memory_plan_that_differs_is_told_by_region(run: RunRecord) -> None:
+    tick = run.ticks[5]
+    plan = replace(tick.decision.plan, storage={"body": Storage.OFFLOAD}, num_micro_batches=2)
+    ticks = (*run.ticks[:5], replace(tick, decision=replace(tick.decision, plan=plan)), *run.ticks[6:])
+    lines = list(verdict(replace(run, ticks=ticks), CONTROL))
+    assert "  activations of body: recorded offload, now keep" in lines
+    assert "  micro-batches: recorded 2, now 1" in lines
 
 
 def test_reasons_are_listed_oldest_first_and_cut(run: RunRecord) -> None:

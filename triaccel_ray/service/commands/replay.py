@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from triaccel_ray.config import ControlConfig, check_field
 from triaccel_ray.decide import replay
 from triaccel_ray.records.events import LogError
-from triaccel_ray.records.plan import Plan
+from triaccel_ray.records.plan import Plan, Storage
 from triaccel_ray.service.report.tables import Grid
 from triaccel_ray.service.runs.record import RunRecord
 
@@ -70,6 +70,12 @@ def verdict(run: RunRecord, control: ControlConfig) -> Iterator[str]:
 def _differences(recorded: Plan, replayed: Plan) -> Iterator[str]:
     if replayed.batch_size != recorded.batch_size:
         yield f"  batch size: recorded {recorded.batch_size}, now {replayed.batch_size}"
+    if replayed.num_micro_batches != recorded.num_micro_batches:
+        yield f"  micro-batches: recorded {recorded.num_micro_batches}, now {replayed.num_micro_batches}"
+    for name in dict.fromkeys([*recorded.storage, *replayed.storage]):
+        old, new = (plan.storage.get(name, Storage.KEEP) for plan in (recorded, replayed))
+        if new is not old:
+            yield f"  activations of {name}: recorded {old.value}, now {new.value}"
     for name, level in replayed.precision.items():
         if level is not recorded.precision[name]:
             yield f"  {name}: recorded {recorded.precision[name].value}, now {level.value}"

@@ -14,7 +14,7 @@ from typing import Any
 from triaccel_ray.measure.score import BYTES_PER_GB
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import End, Epoch, Start, Throughput, Tick
-from triaccel_ray.records.plan import Precision
+from triaccel_ray.records.plan import Precision, Storage
 from triaccel_ray.service.runs.methods import BASELINES
 
 RESULT = "final/"
@@ -82,6 +82,7 @@ def legal_name(name: str) -> str:
 def _tick_metrics(tick: Tick) -> dict[str, float | None]:
     observation, memory, plan = tick.observation, tick.observation.memory, tick.applied.plan
     levels = list(plan.precision.values())
+    stored, predicted = list(plan.storage.values()), tick.decision.state.memory.predicted_bytes
     scales = [plan.lr_scale.get(name, 1.0) for name in plan.precision]
     layers = tick.decision.state.layers.values()
     eigenvalues = [layer.eigenvalues[0] for layer in layers if layer.eigenvalues]
@@ -95,6 +96,10 @@ def _tick_metrics(tick: Tick) -> dict[str, float | None]:
         "memory/peak_gb": memory.peak_bytes / BYTES_PER_GB,
         "memory/allocated_peak_gb": memory.allocated_peak_bytes / BYTES_PER_GB,
         "memory/share": memory.share(),
+        "memory/predicted_peak_gb": None if predicted is None else predicted / BYTES_PER_GB,
+        "memory/predicted_step_ms": tick.decision.state.memory.predicted_ms,
+        "memory/recomputed_regions": stored.count(Storage.RECOMPUTE),
+        "memory/offloaded_regions": stored.count(Storage.OFFLOAD),
         **{f"layers/{level.value}": levels.count(level) for level in Precision},
         "curvature/largest_eigenvalue": max(eigenvalues, default=None),
         "curvature/layers_held": sum(layer.held for layer in layers),
