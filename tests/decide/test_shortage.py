@@ -7,14 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.decide.build import codes, observation_of, out_of_memory, plan_of
-from tests.decide.memory_device import CONFIG, MIB, REGIONS, SMALL, Device, Run, device_of
+from tests.decide.memory_device import MIB, REGIONS, SMALL, Device, Run, device_of
 from triaccel_ray.decide import decide
-from triaccel_ray.decide.calibration import budget_bytes, compare, forget_shortage
-from triaccel_ray.decide.memory import RECOMPUTE
+from triaccel_ray.decide.calibration import budget_bytes, compare, forget_shortage, measure
+from triaccel_ray.decide.memory import RECOMPUTE, modelled_bytes
+from triaccel_ray.decide.throughput import Judgement
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.plan import Fault, FaultKind, Plan, ReasonCode
 from triaccel_ray.records.signals import MemoryProfile, MemorySignal, RegionSignal
-from triaccel_ray.records.state import MemoryState
+from triaccel_ray.records.state import MemoryState, PeakReading, Stored, ThroughputState
 
 RESNET = MemoryProfile(
     regions=tuple(
@@ -155,12 +156,39 @@ def test_wrong_predictions_cost_a_few_failures_and_then_none(seed, share, bytes_
     assert run.num_changes(last=100) <= 2
 
 
-def test_two_peaks_tell_what_a_sample_takes_beyond_the_model():
-    """After an undivided plan failed, those like it are predicted not to fit, not tried a little smaller."""
-    run = Run(device=replace(RESNET_DEVICE, transient_share=0.12, pass_ms=1.0))
-    run.ticks(100)
-    assert run.num_failures <= 2
-    assert not any("peak" in reason.text for _, decision in run.log[50:] for reason in decision.reasons)
+@pytest.mark.parametrize(
+    ("parts", "beyond_mib", "expected_mib"),
+    [
+        (1, 640, 20),  # 32 samples more take 640 MiB beyond the model
+        (1, 0, 0),
+        (1, -640, 0),  # less than the model says: not relied on
+        (2, 640, 0),  # the same size says nothing
+        (4, -160, 10),
+    ],
+)
+def test_two_peaks_tell_what_a_sample_takes_beyond_the_model(parts, beyond_mib, expected_mib):
+    half = plan_of(64, 2)
+    known = [modelled_bytes(RESNET, {}, 64 // each) for each in (2, parts)]
+    other_bytes = 3000 * MIB - known[0] + known[1] + beyond_mib * MIB
+    other = PeakReading(batch_size=64, stored=Stored(storage={}, num_micro_batches=parts), peak_bytes=other_bytes)
+    observation = observation_of(half, memory=memory_of(9000 * MIB, 3000 * MIB), step_ms=40.0, profile=RESNET)
+    judged = Judgement(state=ThroughputState())
+    assert measure(observation, RESNET, judged, MemoryState(other_peak=other)).bytes_per_sample == expected_mib * MIB
+    of_other_batch = MemoryState(other_peak=replace(other, batch_size=32))
+    assert measure(observation, RESNET, judged, of_other_batch).bytes_per_sample == 0
+
+
+@pytest.mark.parametrize(("parts", "is_over"), [(1, True), (2, False)])
+def test_a_plan_with_more_micro_batches_says_nothing_of_the_one_that_failed(parts, is_over):
+    failed = Stored(storage=dict.fromkeys(REGIONS, RECOMPUTE), num_micro_batches=1)
+    before = MemoryState(failed=failed, cap_ticks_left=3, times_failed=2, times_short=1, predicted_bytes=900 * MIB)
+    storage = {} if parts == 2 else failed.storage
+    assert modelled_bytes(RESNET, storage, 64 // parts) >= modelled_bytes(RESNET, failed.storage, 64)
+    plan = replace(plan_of(64, parts), storage=storage)
+    memory = memory_of(1000 * MIB, 900 * MIB)
+    state, _ = compare(observation_of(plan, memory=memory, step_ms=10.0, profile=RESNET), before)
+    assert (state.failed is None) == is_over
+    assert (state.times_short, state.times_failed) == ((0, 0) if is_over else (1, 2))
 
 
 def test_the_cost_of_a_new_plan_is_that_of_the_last_one():

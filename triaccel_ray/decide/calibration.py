@@ -143,11 +143,13 @@ def remember_plan(observation: Observation, judged: Judgement, new: Plan, state:
     if (new.batch_size, new.precision) != (old.batch_size, old.precision):
         unknown = replace(state, other_timing=None, other_peak=None, examined_bytes=None)
         return replace(unknown, predicted_bytes=None, predicted_ms=None)
-    if new.num_micro_batches == old.num_micro_batches or _ran_short(observation):
+    if new.num_micro_batches == old.num_micro_batches:
         return state
-    peak_bytes = observation.memory.window_peak_bytes
-    peak = PeakReading(batch_size=old.batch_size, stored=Stored.under(old), peak_bytes=peak_bytes)
-    state, base_ms = replace(state, other_peak=peak), _base_ms(observation, judged)
+    if not _ran_short(observation):
+        peak_bytes = observation.memory.window_peak_bytes
+        peak = PeakReading(batch_size=old.batch_size, stored=Stored.under(old), peak_bytes=peak_bytes)
+        state = replace(state, other_peak=peak)
+    base_ms = _base_ms(observation, judged)
     if base_ms is None:
         return state
     timing = PassTiming(batch_size=old.batch_size, num_micro_batches=old.num_micro_batches, ms=base_ms)
@@ -160,8 +162,8 @@ def bytes_of(profile: MemoryProfile, stored: Stored, plan: Plan) -> int:
 
 
 def _step_ms(observation: Observation, judged: Judgement) -> float | None:
-    """Returns the median of the last intervals under the plan in force; None if none was timed, or not as planned."""
-    if _ran_short(observation):
+    """Returns the median of the last intervals under the plan in force; None if none was timed, or not captured."""
+    if is_not_capturable(observation):
         return None
     intervals = judged.state.intervals
     return median(intervals) * observation.plan.batch_size if intervals else observation.step_ms
