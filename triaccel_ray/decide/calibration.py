@@ -29,18 +29,22 @@ _BYTES_TOLERANCE, _MS_TOLERANCE = 0.05, 0.10
 
 def measure(observation: Observation, profile: MemoryProfile, judged: Judgement, state: MemoryState) -> Measured:
     """Returns what calibrates the predictions of this tick."""
-    plan, other, base_ms = observation.plan, state.other_timing, _base_ms(observation, judged)
-    pass_ms = 0.0
-    if base_ms is not None and other is not None and other.batch_size == plan.batch_size:
-        further = plan.num_micro_batches - other.num_micro_batches
-        pass_ms = max((base_ms - other.ms) / further, 0.0) if further else 0.0
     return Measured(
-        plan=plan,
+        plan=observation.plan,
         peak_bytes=observation.memory.window_peak_bytes,
         step_ms=_step_ms(observation, judged),
-        pass_ms=pass_ms,
+        pass_ms=_pass_ms(observation, judged, state),
         bytes_per_sample=_bytes_per_sample(observation, profile, state.other_peak),
     )
+
+
+def _pass_ms(observation: Observation, judged: Judgement, state: MemoryState) -> float:
+    """Returns what a further micro-batch adds to a step, from two timings; what it last did without a second one."""
+    plan, other, base_ms = observation.plan, state.other_timing, _base_ms(observation, judged)
+    if base_ms is None or other is None or other.batch_size != plan.batch_size:
+        return state.pass_ms
+    further = plan.num_micro_batches - other.num_micro_batches
+    return max((base_ms - other.ms) / further, 0.0) if further else state.pass_ms
 
 
 def _bytes_per_sample(observation: Observation, profile: MemoryProfile, other: PeakReading | None) -> int:
@@ -141,7 +145,7 @@ def remember_plan(observation: Observation, judged: Judgement, new: Plan, state:
     if not new.steps_as(old):
         state = replace(state, adapting_ms=observation.adapting_ms)
     if (new.batch_size, new.precision) != (old.batch_size, old.precision):
-        unknown = replace(state, other_timing=None, other_peak=None, examined_bytes=None)
+        unknown = replace(state, other_timing=None, pass_ms=0.0, other_peak=None, examined_bytes=None)
         return replace(unknown, predicted_bytes=None, predicted_ms=None)
     if new.num_micro_batches == old.num_micro_batches:
         return state
@@ -149,6 +153,7 @@ def remember_plan(observation: Observation, judged: Judgement, new: Plan, state:
         peak_bytes = observation.memory.window_peak_bytes
         peak = PeakReading(batch_size=old.batch_size, stored=Stored.under(old), peak_bytes=peak_bytes)
         state = replace(state, other_peak=peak)
+    state = replace(state, pass_ms=_pass_ms(observation, judged, state))
     base_ms = _base_ms(observation, judged)
     if base_ms is None:
         return state
