@@ -49,6 +49,8 @@ class Device:
     """Memory that other processes hold."""
     bytes_factor: float = 1.0
     """Real bytes of changed storage by the model's."""
+    transient_share: float = 0.0
+    """Memory that the planner does not know, by the saved bytes of the micro-batch."""
     ms_factor: float = 1.0
     pass_ms: float = 1.5
 
@@ -58,7 +60,13 @@ class Device:
 
     def peak_bytes(self, plan: Plan) -> int:
         kept, stored = (modelled_bytes(self.profile, each, plan.micro_batch_size) for each in ({}, plan.storage))
-        return self.fixed_bytes + round(kept - (kept - stored) * self.bytes_factor)
+        known = self.fixed_bytes + round(kept - (kept - stored) * self.bytes_factor)
+        return known + plan.micro_batch_size * self.transient_bytes_per_sample
+
+    @property
+    def transient_bytes_per_sample(self) -> int:
+        saved = sum(region.saved_bytes for region in self.profile.regions)
+        return round(self.transient_share * saved / self.profile.micro_batch_size)
 
     def step_ms(self, plan: Plan) -> float:
         plain = sum(region.forward_ms + region.backward_ms for region in self.profile.regions) + 10.0
@@ -136,6 +144,7 @@ class Run:
             peak_bytes=device.peak_bytes(plain),
             step_ms=device.step_ms(plain),
             pass_ms=device.pass_ms,
+            bytes_per_sample=device.transient_bytes_per_sample,
         )
         budget = int(0.97 * device.available_bytes)
         chosen = cheapest_plan(device.profile, measured, budget_bytes=budget, changeable=REGIONS)
@@ -173,6 +182,7 @@ def device_of(seed: int) -> Device:
         bytes_factor=chance.choice([1.0, 1.0, 0.8, 0.9, 1.1]),
         ms_factor=chance.choice([1.0, 0.8, 1.3]),
         pass_ms=chance.choice([0.0, 0.5, 5.0]),
+        transient_share=chance.choice([0.0, 0.05]),
     )
 
 

@@ -12,6 +12,7 @@ from triaccel_ray.decide.memory import (
     KEEP,
     OFFLOAD,
     RECOMPUTE,
+    UNDIVIDED_SHARE,
     Measured,
     added_ms,
     cheapest_plan,
@@ -22,6 +23,8 @@ from triaccel_ray.decide.memory import (
 from triaccel_ray.records.signals import MemoryProfile, RegionSignal
 
 SAVED, INPUT, MOVED = 100, 20, 90
+GRADIENTS = 2 * INPUT
+"""Of a region's output and input, while its backward pass runs."""
 
 
 def region(name: str, **others: float) -> RegionSignal:
@@ -40,18 +43,25 @@ ALIKE = profile_of(*(region(name) for name in "abcd"))
 @pytest.mark.parametrize(
     ("storage", "expected"),
     [
-        ({}, 400),
-        (dict.fromkeys("abcd", RECOMPUTE), 20 + 20 + 20 + 100),
-        ({"a": RECOMPUTE}, 320),
-        ({"d": RECOMPUTE}, 400),  # all that the last region saves is needed at once
-        ({"a": OFFLOAD}, 310),
-        ({"c": OFFLOAD}, 200 + 10 + 90 + 100),  # on its way back while the next region runs
+        ({}, 400 + GRADIENTS),
+        (dict.fromkeys("abcd", RECOMPUTE), 20 + 20 + 20 + 100 + GRADIENTS),
+        ({"a": RECOMPUTE}, 320 + GRADIENTS),
+        ({"d": RECOMPUTE}, 400 + GRADIENTS),  # all that the last region saves is needed at once
+        ({"a": OFFLOAD}, 310 + GRADIENTS),
+        ({"c": OFFLOAD}, 200 + 10 + 90 + 100 + GRADIENTS),  # on its way back while the next region runs
     ],
 )
 def test_the_model_of_memory(storage, expected):
     assert modelled_bytes(ALIKE, storage, 8) == expected
     assert modelled_bytes(ALIKE, storage, 4) == expected / 2
     assert modelled_bytes(replace(ALIKE, micro_batch_size=16), storage, 5) == -(-expected * 5 // 16)
+
+
+def test_the_gradients_of_a_region_take_no_more_than_it_saves():
+    rigid = profile_of(region("a"), region("b", input_bytes=SAVED), region("c"))
+    assert modelled_bytes(rigid, {}, 8) == 300 + GRADIENTS
+    assert modelled_bytes(rigid, {"a": RECOMPUTE, "c": OFFLOAD}, 8) == 20 + 100 + 100 + GRADIENTS
+    assert modelled_bytes(profile_of(region("a", input_bytes=SAVED)), {}, 8) == 2 * SAVED
 
 
 @pytest.mark.parametrize(
@@ -160,9 +170,17 @@ def assignments(profile: MemoryProfile):
 
 
 @settings(max_examples=60, deadline=None)
-@given(profiles(), st.floats(0.0, 1.2), st.sampled_from([0.0, 0.5, 20.0]), st.integers(1, 3))
-def test_the_plan_is_that_of_a_search_of_all(profile, share, pass_ms, accumulate):
-    measured = measured_of(profile, parts=accumulate, pass_ms=pass_ms)
+@given(
+    profiles(),
+    st.floats(0.0, 1.2),
+    st.sampled_from([0.0, 0.5, 20.0]),
+    st.integers(1, 3),
+    st.sampled_from([0, 7]),
+    st.sampled_from([1000.0, 80.0]),
+)
+def test_the_plan_is_that_of_a_search_of_all(profile, share, pass_ms, accumulate, bytes_per_sample, step_ms):
+    calibration = {"pass_ms": pass_ms, "bytes_per_sample": bytes_per_sample, "step_ms": step_ms}
+    measured = measured_of(profile, parts=accumulate, **calibration)
     budget = 5000 + int(share * (measured.peak_bytes - 5000))
     chosen = cheapest_plan(profile, measured, budget_bytes=budget, changeable=names(profile), accumulate=accumulate)
     fits = []
@@ -171,14 +189,16 @@ def test_the_plan_is_that_of_a_search_of_all(profile, share, pass_ms, accumulate
             prediction = predict(profile, measured, storage, parts)
             if prediction.peak_bytes <= budget:
                 fits.append((prediction.ms, parts, len(storage)))
-        if fits and not profile.can_split:
-            break
     if not fits:
         assert chosen is None
         return
     assert chosen.prediction == predict(profile, measured, chosen.storage, chosen.num_micro_batches)
     assert chosen.prediction.peak_bytes <= budget
     least_ms = min(fits)[0]
+    if not profile.can_split:  # the fewest parts that are not much slower than the fastest
+        fewest = min(parts for ms, parts, _ in fits if ms <= UNDIVIDED_SHARE * least_ms + 1e-9)
+        least_ms = min(ms for ms, parts, _ in fits if parts == fewest)
+        fits = [each for each in fits if each[1] == fewest]
     assert chosen.prediction.ms == pytest.approx(least_ms, abs=1e-3)
     as_fast = [each for each in fits if each[0] <= chosen.prediction.ms + 1e-9]
     assert chosen.num_micro_batches == min(parts for _, parts, _ in as_fast)
@@ -205,8 +225,8 @@ def test_the_least_plan_takes_no_more_than_keeping_or_recomputing_all(profile):
 
 def test_only_changeable_regions_change_and_only_below_the_bar():
     measured = measured_of(ALIKE, 8)
-    assert cheapest_plan(ALIKE, measured, budget_bytes=5400, changeable="bc").storage == {}
-    assert set(cheapest_plan(ALIKE, measured, budget_bytes=5300, changeable="bc").storage) <= set("bc")
+    assert cheapest_plan(ALIKE, measured, budget_bytes=5440, changeable="bc").storage == {}
+    assert set(cheapest_plan(ALIKE, measured, budget_bytes=5340, changeable="bc").storage) <= set("bc")
     barred = cheapest_plan(ALIKE, measured, budget_bytes=9000, changeable="abcd", most_bytes=320)
     assert modelled_bytes(ALIKE, barred.storage, 8 // barred.num_micro_batches) <= 320
     assert cheapest_plan(replace(ALIKE, can_split=False), measured, budget_bytes=4000, changeable="abcd") is None
@@ -214,12 +234,30 @@ def test_only_changeable_regions_change_and_only_below_the_bar():
 
 def test_micro_batches_compete_where_they_compute_the_same():
     measured = measured_of(ALIKE, 8, pass_ms=0.5)
-    split = cheapest_plan(ALIKE, measured, budget_bytes=5200, changeable="abcd")
+    split = cheapest_plan(ALIKE, measured, budget_bytes=5220, changeable="abcd")
     assert (split.storage, split.num_micro_batches, split.prediction.ms) == ({}, 2, 1000.5)
-    whole = cheapest_plan(replace(ALIKE, can_split=False), measured, budget_bytes=5200, changeable="abcd")
+    whole = cheapest_plan(replace(ALIKE, can_split=False), measured, budget_bytes=5220, changeable="abcd")
     assert (whole.num_micro_batches, whole.prediction.ms) == (1, 1003.0)
-    tiny = cheapest_plan(replace(ALIKE, can_split=False), measured, budget_bytes=5080, changeable="abcd")
+    tiny = cheapest_plan(replace(ALIKE, can_split=False), measured, budget_bytes=5100, changeable="abcd")
     assert tiny.num_micro_batches == 2
+
+
+@pytest.mark.parametrize(("step_ms", "parts"), [(20.0, 1), (10.0, 1), (9.0, 2), (None, 1)])
+def test_an_undivided_plan_must_not_be_much_slower_than_micro_batches(step_ms, parts):
+    """Three regions are recomputed, 3 ms, or a second micro-batch adds 0.5 ms; untimed, a step takes 12 ms."""
+    measured = measured_of(ALIKE, 8, pass_ms=0.5, step_ms=step_ms)
+    chosen = cheapest_plan(replace(ALIKE, can_split=False), measured, budget_bytes=5220, changeable="abcd")
+    assert chosen.num_micro_batches == parts
+
+
+def test_bytes_that_the_model_does_not_know_follow_the_size_of_the_micro_batch():
+    measured = replace(measured_of(ALIKE, 8, parts=2), bytes_per_sample=10)
+    assert predict(ALIKE, measured, {}, 2).peak_bytes == measured.peak_bytes
+    assert predict(ALIKE, measured, {}, 1).peak_bytes == measured.peak_bytes + 220 + 10 * 4
+    chosen = cheapest_plan(ALIKE, measured, budget_bytes=measured.peak_bytes + 220, changeable="abcd")
+    assert (chosen.num_micro_batches, len(chosen.storage)) == (2, 0)
+    all_kept = cheapest_plan(ALIKE, measured, budget_bytes=measured.peak_bytes + 260, changeable="abcd")
+    assert (all_kept.num_micro_batches, len(all_kept.storage)) == (1, 0)
 
 
 def test_without_a_step_time_the_plan_is_the_same_and_no_time_is_predicted():

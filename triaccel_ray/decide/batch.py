@@ -106,7 +106,7 @@ def retreat(
     text = f"{smallest.kind.value} in {smallest.phase} at batch {smallest.batch_size}"
     if fitting_sizes and fitting_size < smallest.batch_size:
         text += f", {fitting_size} at once passed"
-    text += f": {plan.batch_size} -> {size}"
+    text += f": {plan.batch_size} -> {size}" if size != plan.batch_size else ": the batch stays"
     if parts > config.accumulate:
         text += f" in {parts} parts"
     reason = _reason(ReasonCode(smallest.kind.value), text, value=smallest.batch_size, threshold=size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from statistics import median
 
@@ -10,38 +11,84 @@ from triaccel_ray.decide.memory import Measured, added_ms, modelled_bytes
 from triaccel_ray.decide.throughput import Judgement
 from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode
 from triaccel_ray.records.signals import MemoryProfile, MemorySignal, Observation
-from triaccel_ray.records.state import MemoryState, PassTiming, Stored
+from triaccel_ray.records.state import MemoryState, PassTiming, PeakReading, Stored
 
 _TIGHT_SHARE = 0.99
 """Share of the attainable memory above which a smaller plan is chosen: more than what plans are made for, or a small
 error of prediction would undo each."""
 BARRED_SHARE = 0.95
 """After a plan failed, others must take less than this share of its bytes by the model."""
+_BUDGET_SHARE, _SHARE_PER_FAILURE, _LEAST_SHARE = 0.97, 0.04, 0.8
+"""Share of the attainable memory that a plan may be predicted to take, what each plan that ran short although predicted
+to fit takes off it, and the least share. The rest is for errors of prediction: three failures cover errors of 12 %."""
+_MORE_SHARE = 1.05
+"""Attainable memory, relative to that of the last such failure, from which on the failure says nothing any more."""
 _BYTES_TOLERANCE, _MS_TOLERANCE = 0.05, 0.10
 """Relative differences between prediction and measurement from which on they are reported."""
 
 
-def measure(observation: Observation, judged: Judgement, state: MemoryState) -> Measured:
+def measure(observation: Observation, profile: MemoryProfile, judged: Judgement, state: MemoryState) -> Measured:
     """Returns what calibrates the predictions of this tick."""
+    return Measured(
+        plan=observation.plan,
+        peak_bytes=observation.memory.window_peak_bytes,
+        step_ms=_step_ms(observation, judged),
+        pass_ms=_pass_ms(observation, judged, state),
+        bytes_per_sample=_bytes_per_sample(observation, profile, state.other_peak),
+    )
+
+
+def _pass_ms(observation: Observation, judged: Judgement, state: MemoryState) -> float:
+    """Returns what a further micro-batch adds to a step, from two timings; what it last did without a second one."""
     plan, other, base_ms = observation.plan, state.other_timing, _base_ms(observation, judged)
-    pass_ms = 0.0
-    if base_ms is not None and other is not None and other.batch_size == plan.batch_size:
-        further = plan.num_micro_batches - other.num_micro_batches
-        pass_ms = max((base_ms - other.ms) / further, 0.0) if further else 0.0
-    peak_bytes = observation.memory.window_peak_bytes
-    return Measured(plan=plan, peak_bytes=peak_bytes, step_ms=_step_ms(observation, judged), pass_ms=pass_ms)
+    if base_ms is None or other is None or other.batch_size != plan.batch_size:
+        return state.pass_ms
+    further = plan.num_micro_batches - other.num_micro_batches
+    return max((base_ms - other.ms) / further, 0.0) if further else state.pass_ms
+
+
+def _bytes_per_sample(observation: Observation, profile: MemoryProfile, other: PeakReading | None) -> int:
+    """Returns what a sample of a micro-batch takes beyond the model, from two peaks; never less than nothing.
+
+    A plan that ran out of memory counts as a peak of what was attainable, a lower bound.
+    """
+    plan = observation.plan
+    if other is None or other.batch_size != plan.batch_size:
+        return 0
+    further = plan.micro_batch_size - -(-plan.batch_size // other.stored.num_micro_batches)
+    beyond = observation.memory.window_peak_bytes - bytes_of(profile, Stored.under(plan), plan)
+    other_beyond = other.peak_bytes - bytes_of(profile, other.stored, plan)
+    return max(math.ceil((beyond - other_beyond) / further), 0) if further else 0
+
+
+def budget_bytes(observation: Observation, state: MemoryState) -> int:
+    """Returns what a plan may be predicted to take, which is less after plans that ran short."""
+    share = max(_BUDGET_SHARE - _SHARE_PER_FAILURE * state.times_short, _LEAST_SHARE)
+    return math.floor(share * observation.memory.attainable_bytes)
+
+
+def forget_shortage(memory: MemorySignal, state: MemoryState) -> MemoryState:
+    """Returns the state without plans that ran short if clearly more memory is attainable than then."""
+    is_past = memory.attainable_bytes > _MORE_SHARE * state.short_at_bytes
+    return replace(state, times_short=0) if state.times_short and is_past else state
 
 
 def compare(observation: Observation, state: MemoryState) -> tuple[MemoryState, tuple[Reason, ...]]:
     """Returns the state and reasons after comparing the last prediction with what was measured since.
 
     A plan that takes about as much as the one that failed, and passes, ends the bar: other processes had the memory.
+    The failed plan's number of micro-batches must be the same or larger, for the model knows least about those.
     """
     step_ms, plan, profile, failed = observation.step_ms, observation.plan, observation.profile, state.failed
-    ran_out = any(fault.kind is FaultKind.OUT_OF_MEMORY for fault in observation.faults)
-    if state.predicted_bytes is None or step_ms is None or ran_out:
-        return state, ()
     peak, peak_before, ms_before = observation.memory.window_peak_bytes, state.predicted_bytes, state.predicted_ms
+    if peak_before is None:
+        return state, ()
+    if _ran_short(observation):
+        return _after_shortage(observation, state, peak_before), ()
+    if step_ms is None or any(fault.kind is FaultKind.OUT_OF_MEMORY for fault in observation.faults):
+        return state, ()
+    if is_tight(observation.memory):
+        state = _after_shortage(observation, state, peak_before)
     reasons = []
     if abs(peak - peak_before) > _BYTES_TOLERANCE * peak_before:
         reasons.append(
@@ -52,9 +99,39 @@ def compare(observation: Observation, state: MemoryState) -> tuple[MemoryState, 
     state = replace(state, predicted_bytes=None, predicted_ms=None)
     if profile is not None and failed is not None and not is_tight(observation.memory):
         taken = modelled_bytes(profile, plan.storage, plan.micro_batch_size)
-        if taken >= BARRED_SHARE * bytes_of(profile, failed, plan):
-            state = replace(state, failed=None, cap_ticks_left=0, times_failed=0)
+        is_as_large = taken >= BARRED_SHARE * bytes_of(profile, failed, plan)
+        if is_as_large and plan.num_micro_batches <= failed.num_micro_batches:
+            state = replace(state, failed=None, cap_ticks_left=0, times_failed=0, times_short=0)
     return state, tuple(reasons)
+
+
+def _after_shortage(observation: Observation, state: MemoryState, predicted_bytes: int) -> MemoryState:
+    """Returns the state after memory ran short under a new plan; the margin grows if it was predicted to fit."""
+    plan, memory = observation.plan, observation.memory
+    state = replace(state, predicted_bytes=None, predicted_ms=None)
+    if predicted_bytes > memory.attainable_bytes:
+        return state  # other processes took the memory
+    peak_bytes = max(memory.attainable_bytes, memory.window_peak_bytes)
+    return replace(
+        state,
+        times_short=state.times_short + 1,
+        short_at_bytes=memory.attainable_bytes,
+        other_peak=PeakReading(batch_size=plan.batch_size, stored=Stored.under(plan), peak_bytes=peak_bytes),
+    )
+
+
+def _ran_short(observation: Observation) -> bool:
+    """Returns whether memory did not suffice for the plan in force, or for its capture."""
+    out_of_memory = (fault for fault in observation.faults if fault.kind is FaultKind.OUT_OF_MEMORY)
+    return is_not_capturable(observation) or any(fault.batch_size > 0 for fault in out_of_memory)
+
+
+def is_not_capturable(observation: Observation) -> bool:
+    """Returns whether memory did not suffice to capture the step of the plan in force, which runs eagerly."""
+    plan = observation.plan
+    sizes = plan.batch_size, plan.micro_batch_size
+    faults = (each for each in observation.faults if each.kind is FaultKind.CAPTURE_OUT_OF_MEMORY)
+    return any((fault.batch_size, fault.micro_batch_size) == sizes for fault in faults)
 
 
 def is_tight(memory: MemorySignal) -> bool:
@@ -62,13 +139,23 @@ def is_tight(memory: MemorySignal) -> bool:
     return memory.window_peak_bytes > _TIGHT_SHARE * memory.attainable_bytes
 
 
-def remember_timing(observation: Observation, judged: Judgement, new: Plan, state: MemoryState) -> MemoryState:
-    """Returns the state after `new` replaces the plan, with the time of the old number of micro-batches."""
+def remember_plan(observation: Observation, judged: Judgement, new: Plan, state: MemoryState) -> MemoryState:
+    """Returns the state after `new` replaces the plan, with time and memory of the old number of micro-batches."""
     old = observation.plan
+    if not new.steps_as(old):
+        state = replace(state, adapting_ms=observation.adapting_ms)
     if (new.batch_size, new.precision) != (old.batch_size, old.precision):
-        return replace(state, other_timing=None, predicted_bytes=None, predicted_ms=None, examined_bytes=None)
+        unknown = replace(state, other_timing=None, pass_ms=0.0, other_peak=None, examined_bytes=None)
+        return replace(unknown, predicted_bytes=None, predicted_ms=None)
+    if new.num_micro_batches == old.num_micro_batches:
+        return state
+    if not _ran_short(observation):
+        peak_bytes = observation.memory.window_peak_bytes
+        peak = PeakReading(batch_size=old.batch_size, stored=Stored.under(old), peak_bytes=peak_bytes)
+        state = replace(state, other_peak=peak)
+    state = replace(state, pass_ms=_pass_ms(observation, judged, state))
     base_ms = _base_ms(observation, judged)
-    if new.num_micro_batches == old.num_micro_batches or base_ms is None:
+    if base_ms is None:
         return state
     timing = PassTiming(batch_size=old.batch_size, num_micro_batches=old.num_micro_batches, ms=base_ms)
     return replace(state, other_timing=timing)
@@ -80,7 +167,9 @@ def bytes_of(profile: MemoryProfile, stored: Stored, plan: Plan) -> int:
 
 
 def _step_ms(observation: Observation, judged: Judgement) -> float | None:
-    """Returns the median of the last intervals under the plan in force; None if none was timed."""
+    """Returns the median of the last intervals under the plan in force; None if none was timed, or not captured."""
+    if is_not_capturable(observation):
+        return None
     intervals = judged.state.intervals
     return median(intervals) * observation.plan.batch_size if intervals else observation.step_ms
 

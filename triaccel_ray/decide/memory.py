@@ -20,6 +20,10 @@ _COARSE, _FINE = 32, 1024
 """Numbers of partial plans carried from one region to the next, in a first search and in one bounded by its result."""
 _ONE_NS = 1 << 20
 """Weight of a nanosecond in the cost of a plan; a changed region weighs 1 and decides between equal times."""
+UNDIVIDED_SHARE = 1.25
+"""Where micro-batches change the results, fewer of them are preferred up to this multiple of the fastest plan's time.
+Batch normalization then takes its statistics from the parts, which is worth a quarter of a step's time, not its double:
+micro-batches compete with recomputation and offloading."""
 
 _Point = tuple[int, int, int]
 """A partial plan: bytes held, cost, and the storages of its regions as digits to the base 3."""
@@ -36,6 +40,9 @@ class Measured:
     """Milliseconds of a step of the whole batch; None if not timed."""
     pass_ms: float = 0.0
     """Milliseconds that each further micro-batch adds to a step of the same batch; 0 until two numbers were timed."""
+    bytes_per_sample: int = 0
+    """Bytes that each further sample of a micro-batch adds to the peak beyond the model's; 0 until two sizes were
+    measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +69,8 @@ class MemoryPlan:
 class _Region:
     """A region's costs as integers: bytes and nanoseconds of one pass of the profile's micro-batch."""
 
-    saved: int
+    running: int
+    """Bytes while its backward pass runs: its saved tensors and the gradients."""
     moved: int
     held: tuple[int, int, int]
     """Bytes between the passes, for KEEP, RECOMPUTE and OFFLOAD."""
@@ -84,12 +92,16 @@ def modelled_bytes(profile: MemoryProfile, storage: Mapping[str, Storage], micro
     """Returns the largest number of bytes that the regions' saved tensors take at once.
 
     With held(i) the bytes of region i between the passes (saved_bytes, input_bytes or what cannot be offloaded):
-    max over i of sum_{j<i} held(j) + saved_bytes(i) + offloadable_bytes(i-1) if that is offloaded, for its copy is
-    under way while region i runs, in either pass. Bytes are proportional to the micro-batch size.
+    max over i of sum_{j<i} held(j) + saved_bytes(i) + gradients(i) + offloadable_bytes(i-1) if that is offloaded, for
+    its copy is under way while region i runs, in either pass. Bytes are proportional to the micro-batch size.
+
+    gradients(i) = min(2 * input_bytes(i), saved_bytes(i)) stands for the gradients of the region's output and input,
+    which its backward pass holds at once: an output is about as large as an input. The bound is for regions that cannot
+    be recomputed, whose input_bytes are their saved_bytes.
     """
     held = peak = moving = 0
     for region, kind in zip(_regions(profile), _kinds(profile, storage), strict=True):
-        peak = max(peak, held + region.saved + moving)
+        peak = max(peak, held + region.running + moving)
         held += region.held[kind]
         moving = region.moved if kind == 2 else 0
     return -(-peak * micro_batch_size // profile.micro_batch_size)
@@ -113,6 +125,7 @@ def predict(
     old = measured.plan
     now = modelled_bytes(profile, old.storage, old.micro_batch_size)
     new = modelled_bytes(profile, storage, -(-old.batch_size // num_micro_batches))
+    new += _beyond_model_bytes(measured, num_micro_batches)
     ms = measured.step_ms
     if ms is not None:
         ms += measured.pass_ms * (num_micro_batches - old.num_micro_batches)
@@ -133,7 +146,8 @@ def cheapest_plan(
     """Returns the fastest plan by `predict` whose predicted peak fits; None if none fits.
 
     Of plans that are equally fast it returns one with the fewest micro-batches, then the fewest changed regions. If
-    micro-batches would change the results, they are used only where no plan fits without.
+    micro-batches would change the results, it returns the fastest of those with the fewest micro-batches that take at
+    most `UNDIVIDED_SHARE` times as long as the fastest of all.
 
     Args:
         profile: costs of the regions.
@@ -145,27 +159,27 @@ def cheapest_plan(
     """
     plan = measured.plan
     room = budget_bytes - measured.peak_bytes + modelled_bytes(profile, plan.storage, plan.micro_batch_size)
-    room = room if most_bytes is None else min(room, most_bytes)
-    regions, choices = _regions(profile), _choices(profile, changeable)
-    best: tuple[float, int, int] | None = None
+    regions, choices, base_ms = _regions(profile), _choices(profile, changeable), _base_ms(profile, measured)
+    share = 1.0 if profile.can_split else UNDIVIDED_SHARE
+    found: list[tuple[float, int, int]] = []
     for parts in _numbers_of_parts(plan, accumulate):
-        if best is not None and (not profile.can_split or measured.pass_ms * parts >= best[0]):
-            break
-        found = _cheapest(regions, choices, room * profile.micro_batch_size // -(-plan.batch_size // parts))
-        if found is None:
+        least_ms = base_ms + measured.pass_ms * parts
+        if found and (least_ms >= min(found)[0] or found[0][0] <= share * least_ms):
+            break  # more parts are slower, or not faster by enough
+        bound = room - _beyond_model_bytes(measured, parts)
+        bound = bound if most_bytes is None else min(bound, most_bytes)
+        cheapest = _cheapest(regions, choices, bound * profile.micro_batch_size // -(-plan.batch_size // parts))
+        if cheapest is None:
             continue
-        cost, digits = found
-        ms = _per_batch(profile, cost // _ONE_NS, plan.batch_size) + measured.pass_ms * parts
-        if best is None or ms < best[0]:
-            best = ms, parts, digits
+        cost, digits = cheapest
+        found.append((least_ms + _per_batch(profile, cost // _ONE_NS, plan.batch_size), parts, digits))
         if cost < _ONE_NS:
             break  # more parts would save no more
-    if best is None:
+    if not found:
         return None
-    storage = _storage_of(profile, best[2])
-    return MemoryPlan(
-        storage=storage, num_micro_batches=best[1], prediction=predict(profile, measured, storage, best[1])
-    )
+    _, parts, digits = next(each for each in found if each[0] <= share * min(found)[0])
+    storage = _storage_of(profile, digits)
+    return MemoryPlan(storage=storage, num_micro_batches=parts, prediction=predict(profile, measured, storage, parts))
 
 
 def least_plan(profile: MemoryProfile, measured: Measured, *, changeable: Collection[str]) -> MemoryPlan:
@@ -185,6 +199,22 @@ def least_plan(profile: MemoryProfile, measured: Measured, *, changeable: Collec
     return min(plans, key=lambda each: each.prediction.peak_bytes)
 
 
+def _base_ms(profile: MemoryProfile, measured: Measured) -> float:
+    """Returns a step's milliseconds without micro-batches, recomputation and transfers; the profile's if untimed."""
+    plan = measured.plan
+    if measured.step_ms is None:
+        plain_ns = sum(region.forward_ns + region.backward_ns for region in _regions(profile))
+        return _per_batch(profile, plain_ns, plan.batch_size)
+    stored_ms = added_ms(profile, plan.storage, plan.batch_size)
+    return max(measured.step_ms - measured.pass_ms * plan.num_micro_batches - stored_ms, 0.0)
+
+
+def _beyond_model_bytes(measured: Measured, num_micro_batches: int) -> int:
+    """Returns what another number of micro-batches adds to the peak beyond the model, as measured."""
+    plan = measured.plan
+    return measured.bytes_per_sample * (-(-plan.batch_size // num_micro_batches) - plan.micro_batch_size)
+
+
 def _regions(profile: MemoryProfile) -> list[_Region]:
     return [_region(profile, each) for each in profile.regions]
 
@@ -195,9 +225,9 @@ def _region(profile: MemoryProfile, signal: RegionSignal) -> _Region:
     rates = profile.to_host_bytes_per_ms, profile.to_device_bytes_per_ms
     to_host, to_device = (math.ceil(1e6 * moved / rate) if rate > 0 else 0 for rate in rates)
     held = saved, min(signal.input_bytes, saved), saved - moved
-    return _Region(
-        saved, moved, held, round(1e6 * signal.forward_ms), round(1e6 * signal.backward_ms), to_host, to_device
-    )
+    running = saved + min(2 * signal.input_bytes, saved)
+    forward_ns, backward_ns = round(1e6 * signal.forward_ms), round(1e6 * signal.backward_ms)
+    return _Region(running, moved, held, forward_ns, backward_ns, to_host, to_device)
 
 
 def _kinds(profile: MemoryProfile, storage: Mapping[str, Storage]) -> list[int]:
@@ -259,14 +289,14 @@ def _search(
     """
     limits = [room]  # on the bytes held before each region, such that the regions to come can still fit
     for region, kinds in zip(reversed(regions), reversed(choices), strict=True):
-        limits.append(min(room - region.saved, limits[-1] - min(region.held[kind] for kind in kinds)))
+        limits.append(min(room - region.running, limits[-1] - min(region.held[kind] for kind in kinds)))
     fronts: tuple[list[_Point], list[_Point]] = ([(0, 0, 0)] if limits.pop() >= 0 else [], [])
     before = _END
     for region, kinds in zip([*regions, _END], [*choices, (0,)], strict=True):
         limit = limits.pop() if limits else room
         pools: tuple[list[_Point], list[_Point]] = ([], [])
         for is_offloaded, front in enumerate(fronts):
-            most = room - region.saved - (before.moved if is_offloaded else 0)
+            most = room - region.running - (before.moved if is_offloaded else 0)
             for kind in kinds:
                 wait_ns = before.exposed_ns(region, kind) if is_offloaded else 0
                 cost = _ONE_NS * (wait_ns + (region.forward_ns if kind == 1 else 0)) + (kind > 0)

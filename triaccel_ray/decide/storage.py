@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide.batch import GIB
-from triaccel_ray.decide.calibration import BARRED_SHARE, bytes_of, compare, is_tight, measure
+from triaccel_ray.decide.calibration import (
+    BARRED_SHARE,
+    budget_bytes,
+    bytes_of,
+    compare,
+    forget_shortage,
+    is_not_capturable,
+    is_tight,
+    measure,
+)
 from triaccel_ray.decide.memory import (
     OFFLOAD,
     RECOMPUTE,
@@ -24,8 +33,8 @@ from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode, Stora
 from triaccel_ray.records.signals import MemoryProfile, Observation
 from triaccel_ray.records.state import MemoryState, Stored, storage_of_all
 
-_BUDGET_SHARE = 0.97
-"""Share of the attainable memory that a plan may be predicted to take; the rest is for errors of prediction."""
+_MOST_SHORT = 2
+"""Number of plans in a row that may run short although predicted to fit, before no other is tried during the bar."""
 _FASTER_SHARE = 0.97
 """A plan replaces the one in force if its predicted time is at most this share, for medians vary by 1 %; one that keeps
 everything of the undivided batch, if it is no slower."""
@@ -76,15 +85,18 @@ def decide_storage(
     - After an out-of-memory error that passed once all regions were recomputed, all stay recomputed.
     - A plan that was slower than predicted is undone, and no other is tried for a while.
     - Where memory is nearly exhausted, because other processes took it, the cheapest plan that still fits is chosen.
-    - Otherwise the cheapest plan is chosen if it is faster and saves more time than it costs. It is chosen anyway if it
-      undoes micro-batches that change the results, or keeps everything of an elastic batch that memory lets grow.
+    - Otherwise the cheapest plan is chosen if it is faster and saves more time than it costs: as much as the last
+      change of plan. It is chosen anyway if it undoes micro-batches that change the results, which `cheapest_plan`
+      prefers up to a limit, or keeps everything of an elastic batch that memory lets grow.
+    - After plans ran short although predicted to fit, the margin grows, and after two in a row none is tried for the
+      ticks of the bar.
 
     Without `revert_slowdowns` timings decide nothing: what an error has led to stays.
     """
     plan, mode, undo = observation.plan, config.execution.activations, conditions.judged.undo
     if mode != "auto":
         return MemoryDecision(storage=storage_of_all(mode, observation.regions), state=state)
-    state = _after_tick(state)
+    state = forget_shortage(observation.memory, _after_tick(state))
     if state.predicted_bytes is not None and observation.apply_fault is not None:
         state = _held(config, state)
     state, reasons = compare(observation, state)
@@ -127,9 +139,9 @@ def _planned(
     profile, judged, in_use = observation.profile, conditions.judged, is_planned(config, observation)
     if profile is None:
         return unchanged
-    measured = measure(observation, judged, unchanged.state)
+    measured = measure(observation, profile, judged, unchanged.state)
     lacks_memory = _share(config, observation) > config.batch.rho_high and is_tight(observation.memory)
-    if lacks_memory or (in_use and _is_not_capturable(observation)):
+    if lacks_memory or (in_use and is_not_capturable(observation)):
         return _smaller(config, observation, unchanged, profile, measured)
     if in_use and conditions.may_change and not judged.is_open:
         return _faster(config, observation, unchanged, profile, measured, judged.state.growth_ms)
@@ -138,14 +150,6 @@ def _planned(
 
 def _is_smallest(config: BatchConfig, plan: Plan) -> bool:
     return not config.enabled or plan.batch_size == config.minimum
-
-
-def _is_not_capturable(observation: Observation) -> bool:
-    """Returns whether memory did not suffice to capture the step of the plan in force, which runs eagerly."""
-    plan = observation.plan
-    sizes = plan.batch_size, plan.micro_batch_size
-    faults = (each for each in observation.faults if each.kind is FaultKind.CAPTURE_OUT_OF_MEMORY)
-    return any((fault.batch_size, fault.micro_batch_size) == sizes for fault in faults)
 
 
 def _after_tick(state: MemoryState) -> MemoryState:
@@ -201,10 +205,11 @@ def _faster(
 ) -> MemoryDecision:
     """Returns the cheapest plan that fits if it saves more time on the samples left than a new plan costs."""
     state, plan = unchanged.state, observation.plan
-    room = _budget(observation) - measured.peak_bytes
+    room = budget_bytes(observation, state) - measured.peak_bytes
     room += modelled_bytes(profile, plan.storage, plan.micro_batch_size)
     seen = state.examined_bytes
-    if observation.step_ms is None or measured.step_ms is None or state.hold_ticks:
+    is_barred = state.cap_ticks_left > 0 and state.times_short >= _MOST_SHORT
+    if observation.step_ms is None or measured.step_ms is None or state.hold_ticks or is_barred:
         return unchanged
     if seen is not None and abs(room - seen) <= _SEARCH_AGAIN * abs(seen):
         return unchanged
@@ -213,15 +218,18 @@ def _faster(
     if chosen is None or chosen.prediction.ms is None:
         return unchanged
     if not profile.can_split and chosen.num_micro_batches < plan.num_micro_batches:
-        return _changed(observation, unchanged, chosen, "micro-batches would change the results")
+        return _changed(observation, unchanged, chosen, "micro-batches change the results")
     is_plain = not chosen.storage and chosen.num_micro_batches == config.batch.accumulate
     if is_plain and config.batch.enabled and _share(config, observation) < config.batch.rho_low:
         return _changed(observation, unchanged, chosen, "the batch may grow then")
     if chosen.prediction.ms > measured.step_ms * (1.0 if is_plain else _FASTER_SHARE):
         return unchanged
     saved_ms = (measured.step_ms - chosen.prediction.ms) * observation.samples_left / plan.batch_size
-    cost_ms = observation.adapting_ms if growth_ms is None else growth_ms
+    last_ms = observation.adapting_ms - state.adapting_ms or observation.adapting_ms
+    cost_ms = last_ms if growth_ms is None else growth_ms
     if saved_ms > cost_ms:
+        if not profile.can_split and chosen.num_micro_batches > plan.num_micro_batches:
+            unchanged = replace(unchanged, state=_held(config, unchanged.state))  # or it might go to and fro
         return replace(_changed(observation, unchanged, chosen, "it is faster"), is_faster=True)
     text = f"a faster memory plan would save {saved_ms / 1e3:.2g} s, and a new one costs {cost_ms / 1e3:.2g} s"
     reason = Reason(code=ReasonCode.HELD_COST, subject="memory", text=text, value=saved_ms, threshold=cost_ms)
@@ -237,7 +245,7 @@ def _search(
     return cheapest_plan(
         profile,
         measured,
-        budget_bytes=_budget(observation),
+        budget_bytes=budget_bytes(observation, state),
         changeable=observation.regions,
         accumulate=config.batch.accumulate,
         most_bytes=most_bytes,
@@ -246,10 +254,6 @@ def _search(
 
 def _share(config: ControlConfig, observation: Observation) -> float:
     return observation.memory.share(counts_idle=config.batch.counts_idle_memory)
-
-
-def _budget(observation: Observation) -> int:
-    return math.floor(_BUDGET_SHARE * observation.memory.attainable_bytes)
 
 
 def _barred(config: ControlConfig, state: MemoryState, plan: Plan) -> MemoryState:

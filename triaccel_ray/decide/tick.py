@@ -7,7 +7,7 @@ from functools import partial
 
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, retreat, undo_growth
-from triaccel_ray.decide.calibration import remember_timing
+from triaccel_ray.decide.calibration import remember_plan
 from triaccel_ray.decide.curvature import lr_reasons, lr_scale, remember_curvature, smooth_noise
 from triaccel_ray.decide.precision import bar_overflowing, decide_precision, keep_precision
 from triaccel_ray.decide.storage import Conditions, decide_storage, growth_hold, stores_least
@@ -85,7 +85,7 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     remembered = ControlState(
         layers=layers,
         batch=batch.state,
-        memory=remember_timing(observation, judged, plan, memory.state),
+        memory=remember_plan(observation, judged, plan, memory.state),
         throughput=watch(judged.state, observation, plan, is_stored_faster=memory.is_faster),
         step=observation.step,
         num_skipped=observation.num_skipped,

@@ -83,6 +83,16 @@ class PassTiming:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeakReading:
+    """A way to store a batch and the memory that it takes."""
+
+    batch_size: int
+    stored: Stored
+    peak_bytes: int
+    """Largest memory of the process; what was attainable if that did not suffice."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryState:
     """State of the memory plan."""
 
@@ -96,12 +106,22 @@ class MemoryState:
     """Ticks for which plans that take about as much as the failed one stay barred."""
     times_failed: int = 0
     """Number of times in a row that memory ran short: the bar doubles each time."""
+    times_short: int = 0
+    """Number of times in a row that memory ran short although a plan was predicted to fit: the margin grows."""
+    short_at_bytes: int = 0
+    """Memory that was attainable when such a plan last ran short."""
     hold_ticks: int = 0
     """Ticks for which no faster plan is tried, after one that was slower or could not be applied."""
     times_held: int = 0
     """Number of times that such a plan was undone: the hold doubles each time."""
     other_timing: PassTiming | None = None
     """Another number of micro-batches, timed with the current batch size and precisions."""
+    pass_ms: float = 0.0
+    """Milliseconds that a further micro-batch added when two numbers were last timed; 0: unknown."""
+    other_peak: PeakReading | None = None
+    """The memory of another number of micro-batches, with the current batch size and precisions."""
+    adapting_ms: float = 0.0
+    """Milliseconds spent on new plans before the last change of plan."""
     examined_bytes: int | None = None
     """Room for saved tensors when the last search found no faster plan; None: the next tick searches again."""
 

@@ -1,0 +1,213 @@
+"""Memory plans that were predicted to fit and did not, and batch normalization, on a simulated device."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.decide.build import codes, observation_of, out_of_memory, plan_of
+from tests.decide.memory_device import MIB, REGIONS, SMALL, Device, Run, device_of
+from triaccel_ray.decide import decide
+from triaccel_ray.decide.calibration import budget_bytes, compare, forget_shortage, measure, remember_plan
+from triaccel_ray.decide.memory import RECOMPUTE, modelled_bytes
+from triaccel_ray.decide.throughput import Judgement
+from triaccel_ray.records.codec import decode, encode
+from triaccel_ray.records.plan import Fault, FaultKind, Plan, ReasonCode
+from triaccel_ray.records.signals import MemoryProfile, MemorySignal, RegionSignal
+from triaccel_ray.records.state import MemoryState, PassTiming, PeakReading, Stored, ThroughputState
+
+RESNET = MemoryProfile(
+    regions=tuple(
+        RegionSignal(
+            name=name,
+            saved_bytes=800 * MIB,
+            input_bytes=250 * MIB,
+            offloadable_bytes=760 * MIB,
+            forward_ms=1.0,
+            backward_ms=2.0,
+        )
+        for name in REGIONS
+    ),
+    micro_batch_size=64,
+    to_host_bytes_per_ms=55.0 * MIB,
+    to_device_bytes_per_ms=55.0 * MIB,
+    can_split=False,
+)
+"""About the costs of ResNet-152 in BF16 on an H200, in six regions."""
+RESNET_DEVICE = Device(
+    profile=RESNET, fixed_bytes=1500 * MIB, total_bytes=3233 * MIB, pass_ms=9.0, transient_share=0.05
+)
+
+
+def memory_of(attainable_bytes: int, peak_bytes: int) -> MemorySignal:
+    return MemorySignal(
+        used_bytes=peak_bytes, window_peak_bytes=peak_bytes, peak_bytes=peak_bytes, limit_bytes=attainable_bytes
+    )
+
+
+def test_batch_normalization_stays_divided_where_the_whole_batch_would_be_far_slower():
+    run = Run(device=RESNET_DEVICE)
+    run.ticks(60)
+    assert run.num_failures == 1
+    assert run.plan.num_micro_batches == 2
+    divided = replace(run.plan, storage=dict.fromkeys(REGIONS, RECOMPUTE))
+    assert run.device.step_ms(run.plan) <= run.device.step_ms(divided)
+    assert run.num_changes(last=40) == 0
+
+
+def test_batch_normalization_returns_to_the_whole_batch_once_that_is_little_slower():
+    run = Run(device=RESNET_DEVICE)
+    run.ticks(60)
+    run.device = replace(RESNET_DEVICE, total_bytes=5000 * MIB)
+    run.ticks(60)
+    assert run.plan.num_micro_batches == 1
+    assert run.plan.storage
+    run.device = replace(RESNET_DEVICE, total_bytes=9000 * MIB)
+    run.ticks(60)
+    assert (run.plan.storage, run.plan.num_micro_batches) == ({}, 1)
+    assert run.num_failures == 1
+
+
+def test_batch_normalization_is_not_moved_to_and_fro_by_wrong_times():
+    """Recomputation takes thrice what the profile says: the whole batch looks faster than it is."""
+    for total in range(3000, 5000, 250):
+        run = Run(device=replace(RESNET_DEVICE, total_bytes=total * MIB, ms_factor=3.0))
+        run.ticks(200)
+        assert run.num_changes(last=100) <= 2
+
+
+@pytest.mark.parametrize(("times_short", "expected"), [(0, 970), (1, 930), (2, 890), (4, 810), (5, 800), (50, 800)])
+def test_the_margin_grows_with_each_plan_that_ran_short(times_short, expected):
+    observation = observation_of(plan_of(64), memory=memory_of(1000, 500))
+    assert budget_bytes(observation, MemoryState(times_short=times_short)) == pytest.approx(expected, abs=1)
+
+
+def capture_without_memory(plan: Plan) -> Fault:
+    sizes = {"batch_size": plan.batch_size, "micro_batch_size": plan.micro_batch_size}
+    return Fault(kind=FaultKind.CAPTURE_OUT_OF_MEMORY, step=1, phase="capture", **sizes)
+
+
+@pytest.mark.parametrize(
+    ("faults", "peak_bytes", "predicted_bytes", "times_short"),
+    [
+        ([], 950, 960, 0),
+        ([], 995, 960, 1),  # nearly exhausted
+        ([out_of_memory(64, 32)], 950, 960, 1),
+        ([out_of_memory(0, phase="curvature")], 995, 960, 0),
+        ([capture_without_memory(plan_of(64))], 950, 960, 1),
+        ([capture_without_memory(plan_of(17))], 950, 960, 0),  # an epoch's short last batch
+        ([out_of_memory(64, 32)], 950, 1010, 0),  # other processes took memory
+        ([out_of_memory(64, 32)], 950, None, 0),  # no new plan
+    ],
+)
+def test_only_a_plan_that_was_predicted_to_fit_makes_the_margin_grow(faults, peak_bytes, predicted_bytes, times_short):
+    observation = observation_of(
+        plan_of(64), memory=memory_of(1000, peak_bytes), faults=tuple(faults), step_ms=10.0, profile=SMALL.profile
+    )
+    state, _ = compare(observation, MemoryState(predicted_bytes=predicted_bytes))
+    assert state.times_short == times_short
+    assert (state.other_peak is not None) == bool(times_short)
+    assert decode(MemoryState, encode(state)) == state
+
+
+def test_the_margin_is_forgotten_once_clearly_more_memory_is_attainable():
+    state = MemoryState(times_short=3, short_at_bytes=1000)
+    assert forget_shortage(memory_of(1040, 500), state) == state
+    assert forget_shortage(memory_of(1060, 500), state).times_short == 0
+
+
+def test_after_two_plans_that_ran_short_none_is_tried_during_the_bar():
+    run = Run(device=SMALL)
+    run.ticks(1)
+    for times_short, waits in ((1, False), (2, True)):
+        memory = replace(run.decision.state.memory, times_short=times_short, short_at_bytes=SMALL.total_bytes)
+        before = replace(run.decision.state, memory=replace(memory, cap_ticks_left=3))
+        observation = observation_of(
+            run.plan,
+            memory=memory_of(SMALL.total_bytes, SMALL.peak_bytes(run.plan)),
+            step_ms=SMALL.step_ms(run.plan),
+            profile=SMALL.profile,
+            regions=REGIONS,
+            adapting_ms=200.0,
+            samples_left=10**6,
+        )
+        assert decide(run.config, observation, before).plan.steps_as(run.plan) == waits
+        over = replace(before, memory=replace(memory, cap_ticks_left=1))
+        assert not decide(run.config, observation, over).plan.steps_as(run.plan)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.floats(0.4, 0.7),
+    st.sampled_from([1.0, 0.9, 0.7, 0.5]),
+    st.sampled_from([0.0, 0.05, 0.15]),
+)
+def test_wrong_predictions_cost_a_few_failures_and_then_none(seed, share, bytes_factor, transient_share):
+    device = device_of(seed)
+    total_bytes = 500 * MIB + int((device.total_bytes - 500 * MIB) * share)
+    run = Run(
+        device=replace(device, total_bytes=total_bytes, bytes_factor=bytes_factor, transient_share=transient_share)
+    )
+    run.ticks(200)
+    assert run.num_failures <= 4  # the first, before anything is planned, and at most three plans
+    assert not any(observation.faults for observation, _ in run.log[100:])
+    assert run.num_changes(last=100) <= 2
+
+
+@pytest.mark.parametrize(
+    ("parts", "beyond_mib", "expected_mib"),
+    [
+        (1, 640, 20),  # 32 samples more take 640 MiB beyond the model
+        (1, 0, 0),
+        (1, -640, 0),  # less than the model says: not relied on
+        (2, 640, 0),  # the same size says nothing
+        (4, -160, 10),
+    ],
+)
+def test_two_peaks_tell_what_a_sample_takes_beyond_the_model(parts, beyond_mib, expected_mib):
+    half = plan_of(64, 2)
+    known = [modelled_bytes(RESNET, {}, 64 // each) for each in (2, parts)]
+    other_bytes = 3000 * MIB - known[0] + known[1] + beyond_mib * MIB
+    other = PeakReading(batch_size=64, stored=Stored(storage={}, num_micro_batches=parts), peak_bytes=other_bytes)
+    observation = observation_of(half, memory=memory_of(9000 * MIB, 3000 * MIB), step_ms=40.0, profile=RESNET)
+    judged = Judgement(state=ThroughputState())
+    assert measure(observation, RESNET, judged, MemoryState(other_peak=other)).bytes_per_sample == expected_mib * MIB
+    of_other_batch = MemoryState(other_peak=replace(other, batch_size=32))
+    assert measure(observation, RESNET, judged, of_other_batch).bytes_per_sample == 0
+
+
+@pytest.mark.parametrize(("parts", "is_over"), [(1, True), (2, False)])
+def test_a_plan_with_more_micro_batches_says_nothing_of_the_one_that_failed(parts, is_over):
+    failed = Stored(storage=dict.fromkeys(REGIONS, RECOMPUTE), num_micro_batches=1)
+    before = MemoryState(failed=failed, cap_ticks_left=3, times_failed=2, times_short=1, predicted_bytes=900 * MIB)
+    storage = {} if parts == 2 else failed.storage
+    assert modelled_bytes(RESNET, storage, 64 // parts) >= modelled_bytes(RESNET, failed.storage, 64)
+    plan = replace(plan_of(64, parts), storage=storage)
+    memory = memory_of(1000 * MIB, 900 * MIB)
+    state, _ = compare(observation_of(plan, memory=memory, step_ms=10.0, profile=RESNET), before)
+    assert (state.failed is None) == is_over
+    assert (state.times_short, state.times_failed) == ((0, 0) if is_over else (1, 2))
+
+
+def test_the_cost_of_a_micro_batch_is_remembered_after_a_plan_that_was_not_timed():
+    observation = observation_of(plan_of(64, 4), memory=memory_of(1000, 500), step_ms=40.0)
+    judged = Judgement(state=ThroughputState())
+    for number, expected in ((1, (40.0 - 25.0) / 3), (4, 2.0)):
+        timing = PassTiming(batch_size=64, num_micro_batches=number, ms=25.0)
+        state = MemoryState(other_timing=timing, pass_ms=2.0)
+        assert measure(observation, RESNET, judged, state).pass_ms == expected
+        after = remember_plan(observation, judged, plan_of(64, 2), state)
+        assert (after.pass_ms, after.other_timing.num_micro_batches) == (expected, 4)
+        assert remember_plan(observation, judged, plan_of(32, 2), state).pass_ms == 0.0
+
+
+def test_the_cost_of_a_new_plan_is_that_of_the_last_one():
+    run = Run(device=SMALL)
+    run.adapting_ms = 10**6  # the first step's warm-up
+    run.tick()
+    saved_ms = 64 * 100
+    decision = run.tick(samples_left=saved_ms)
+    assert ReasonCode.HELD_COST not in codes(decision, "memory")
+    assert decision.plan.storage != dict.fromkeys(REGIONS, RECOMPUTE)
