@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from triaccel_ray.apply.divide import Divided
 from triaccel_ray.apply.offload import Excluding, Offloading, RegionWeights
 from triaccel_ray.apply.recompute import RecomputedRegion, Surroundings
 from triaccel_ray.apply.region_recorder import RegionCosts, RegionRecorder
+from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.model.pytree import tensors_in
 from triaccel_ray.model.regions import Call, wrapped_calls
 from triaccel_ray.records.plan import Fault, FaultKind, Storage
@@ -142,9 +144,11 @@ class Activations:
         overwriting = [name for name, region in self._recomputed.items() if region.overwrites]
         return self._bar(overwriting, Storage.RECOMPUTE, "what writes into its input cannot be computed again", step)
 
-    def exclude_unpinned(self, step: int) -> tuple[Fault, ...]:
-        """Stops offloading regions that the host could not pin memory for; returns a fault naming them, if any."""
-        unpinned = {} if self._offloading is None else self._offloading.unpinned
+    def exclude_unpinned(self, step: int, ranks: Ranks) -> tuple[Fault, ...]:
+        """Stops offloading regions that the host of any rank could not pin memory for; returns a fault, if any."""
+        if self._offloading is None:
+            return ()
+        unpinned = dict(ChainMap(*ranks.gather(self._offloading.unpinned)))
         why = f"the host cannot pin memory for them ({', '.join(dict.fromkeys(unpinned.values()))})"
         return self._bar(unpinned, Storage.OFFLOAD, why, step)
 

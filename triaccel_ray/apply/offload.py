@@ -109,8 +109,6 @@ class _Bundle:
     blocks: dict[Any, _Block] = field(default_factory=dict)
     sent: Any = None
     """Event after the copies to the host."""
-    arrived: Any = None
-    """Event after the copies back."""
     is_used: bool = False
 
 
@@ -193,21 +191,25 @@ class Offloading:
         """Region that kept tensors because the host could not pin memory for them -> the error."""
         self._last: _Bundle | None = None
         self._leaving: _Bundle | None = None
+        self._arrived: Any = None
+        """Event after the last copies back; those of earlier bundles precede it."""
         self._has_copied = False
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Returns a context for one forward and backward pass."""
         self.arena.rewind()
-        self._last = self._leaving = None
-        self._has_copied = False
+        self._arrived, self._has_copied = None, False
         try:
             yield
         except BaseException:
             with contextlib.suppress(RuntimeError):  # of a capture that is void already
                 self._join()
             raise
-        self._join()
+        else:
+            self._join()
+        finally:
+            self._last = self._leaving = None  # and with them what was fetched and never used
 
     def run(
         self,
@@ -291,7 +293,7 @@ class Offloading:
             self._wait(last.sent)  # the tensors are still here, and may be freed by the backward pass
         self._fetch(bundle)
         with excluding():
-            self._wait(bundle.arrived)
+            self._wait(self._arrived)
         bundle.is_used, bundle.blocks = True, {}  # from now on only the tensors in them hold the blocks
         if bundle.previous is not None:
             self._fetch(bundle.previous)
@@ -308,7 +310,7 @@ class Offloading:
                 assert block.memory is not None
                 assert block.host is not None
                 block.memory.copy_(block.host, non_blocking=True)
-        bundle.arrived = self._event()
+        self._arrived = self._event()
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[None]:
@@ -330,7 +332,6 @@ class Offloading:
     def _join(self) -> None:
         if self._stream is not None and self._has_copied:  # else a capture would wait for work outside of it
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._last = self._leaving = None  # and with them what was fetched and never used
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

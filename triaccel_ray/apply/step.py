@@ -116,9 +116,13 @@ class Step:
             raise KeyError(f"regions {sorted(storage)} keep their tensors")
 
     def region_costs(self, batch_size: int) -> tuple[int, tuple[RegionSignal, ...]]:
-        """Returns the size of a batch's micro-batches, and the regions' costs in a pass of one; empty if not known."""
-        size = -(-batch_size // self.num_micro_batches)
-        return size, () if self.activations is None else self.activations.signals(size, self.precision.key)
+        """Returns the size of a batch's micro-batches, and the regions' costs in a pass of one; empty if not known.
+
+        The size counts the samples of all ranks, the costs are those of this rank's share.
+        """
+        share = self.peers.ranks.largest_share(batch_size)
+        size, own_size = (-(-number // self.num_micro_batches) for number in (batch_size, share))
+        return size, () if self.activations is None else self.activations.signals(own_size, self.precision.key)
 
     def set_num_micro_batches(self, num_micro_batches: int, min_micro_batch_size: int = 1) -> None:
         """Sets the number of micro-batches that each batch is split into from now on.
@@ -205,7 +209,7 @@ class Step:
             return ()
         if self.recorder is not None:
             self.activations.learn(self.recorder)
-        return self.activations.exclude_unpinned(step)
+        return self.activations.exclude_unpinned(step, self.peers.ranks)
 
     def _disable_failed_feature(self, error: BaseException, step: int) -> tuple[Fault, ...]:
         """Turns off the optional feature (recomputation or compilation) that raised `error`; returns faults, if any."""
