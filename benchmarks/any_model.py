@@ -41,8 +41,8 @@ from triaccel_ray.data.sampler import epoch_order
 from triaccel_ray.model.pytree import map_tensors
 
 OURS = ("loop", "bare", "checkpointed", "lean", "lean-8bit")
-METHODS = ("amp", "reduce-overhead", "graph", *OURS, "flashoptim", "torchtune")
 OPTIONAL = ("flashoptim", "torchtune")
+METHODS = ("amp", "reduce-overhead", "graph", *OURS, *OPTIONAL)
 LOSS_STEPS = (180, 200)
 """Range of steps over which the training loss is averaged for comparison."""
 Step = Callable[[], Any]

@@ -1,4 +1,4 @@
-"""Samples a second of one run on several GPUs, over one GPU: the control loop beside DDP with `torch.compile`.
+"""Samples per second on several GPUs relative to one: the control loop, and DDP with `torch.compile`.
 
     python -m benchmarks.many_gpus --gpus 2 --models resnet18 gpt_350m
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.apply.precision import LayerPrecision
-from triaccel_ray.apply.step import Step
+from triaccel_ray.apply.step import MemoryBudget, Step
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.cuda.graphs import Graph, GraphPool
 from triaccel_ray.data.sampler import Sampler
@@ -111,7 +111,7 @@ def nothing() -> None:
 def step_of(model: nn.Module, data: Any, *, loss: Any = cross_entropy, check: Any = nothing) -> Step:
     sampler = Sampler(as_source(data), seed=0, device=CPU)
     precision = LayerPrecision(model, find_layers(model))
-    return Step(model, loss, sampler, precision, check_memory=check, release_memory=nothing)
+    return Step(model, loss, sampler, precision, MemoryBudget(check=check, release=nothing))
 
 
 class NoUpdate:

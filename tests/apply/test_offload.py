@@ -203,6 +203,21 @@ def test_a_pass_that_fails_leaves_nothing_behind() -> None:
     assert engine._last is engine._leaving is None
 
 
+class Void(Offloading):
+    """Cannot wait for its copies, as in a capture that is void."""
+
+    def _join(self) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_a_capture_that_is_void_leaves_nothing_behind() -> None:
+    engine = Void(CPU)
+    wide = torch.randn(4, 9)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"), engine.in_force():
+        passed(engine, [nn.Sigmoid(), Block()], wide)
+    assert engine._last is engine._leaving is None
+
+
 def test_gradients_off_save_nothing() -> None:
     step = offloading(mlp())
     with torch.no_grad(), step.activations.in_force(step.model, step._recomputing):

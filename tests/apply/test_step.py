@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,7 +145,7 @@ def test_a_single_sample_that_does_not_fit_ends_the_run_where_the_device_refuses
     assert (outcome.num_samples, step.num_micro_batches) == (16, 1)
     assert step.run(ALL, ONE, step=1).faults == ()  # once an interval
     step.set_num_micro_batches(1)
-    step._is_exceeded_at_rest = lambda: True
+    step._memory = replace(step._memory, is_exceeded_at_rest=lambda: True)
     model[1].sizes.clear()
     assert step.run(ALL, ONE, step=2).faults != ()
     assert model[1].sizes == [16, 16]  # waived at once: no smaller batch would help

@@ -157,7 +157,7 @@ def test_a_waived_budget_restores_the_storage() -> None:
         raise BudgetExceededError("the process holds too much")
 
     step = elastic(Network())
-    step._check_memory = check
+    step._memory = replace(step._memory, check=check)
     (fault,) = step.run(torch.arange(2), SCALE, step=0).faults
     assert fault.kind is FaultKind.BUDGET_EXCEEDED
     assert (step.storage, step.num_micro_batches) == ({}, 1)

@@ -1,8 +1,9 @@
-"""What becomes of the tensors that regions of a model save for the backward pass: kept, recomputed or offloaded."""
+"""Keeps, recomputes or offloads the tensors that regions of a model save for the backward pass."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from triaccel_ray.apply.divide import Divided
 from triaccel_ray.apply.offload import Excluding, Offloading, RegionWeights
 from triaccel_ray.apply.recompute import RecomputedRegion, Surroundings
 from triaccel_ray.apply.region_recorder import RegionCosts, RegionRecorder
+from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.model.pytree import tensors_in
 from triaccel_ray.model.regions import Call, wrapped_calls
 from triaccel_ray.records.plan import Fault, FaultKind, Storage
@@ -25,9 +27,9 @@ from triaccel_ray.records.signals import RegionSignal
 class Activations:
     """Stores what regions save as the plan says; gradients are bitwise the same in any storage.
 
-    A CUDA graph cannot draw the same random numbers twice, so regions that draw are not recomputed when steps are
-    captured. Regions that write into their inputs, or compute something else when called again, are not recomputed
-    once that is found. What the host cannot pin memory for is not offloaded. All these keep their tensors.
+    Some regions keep their tensors instead, once one of these is found. A region that draws random numbers is not
+    recomputed in captured steps: a CUDA graph cannot draw the same numbers twice. Nor is one that writes into its
+    inputs, or computes something else when called again. A region that the host cannot pin memory for is not offloaded.
     """
 
     def __init__(
@@ -90,21 +92,21 @@ class Activations:
         return self.storage != before
 
     def request_costs(self) -> None:
-        """Has the costs of the regions recorded in later passes, unless storage is fixed; any choice requests them."""
+        """Requests that later passes record the costs of the regions; no effect if storage is fixed."""
         if self._fixed is None and self.costs is None:
             self.costs = RegionCosts(self._device)
 
     def recorder(
         self, num_samples: int, dtypes: tuple[torch.dtype, ...], *, is_captured: bool
     ) -> RegionRecorder | None:
-        """Returns what is to record a pass of a micro-batch; None if costs are known, or not requested."""
+        """Returns the recorder for a pass of a micro-batch; None if costs are known, or not requested."""
         if self.costs is None:
             return None
         self._split()
         return self.costs.recorder((num_samples, dtypes), is_captured=is_captured)
 
     def learn(self, recorder: RegionRecorder, *, is_captured: bool = False) -> None:
-        """Keeps what a pass has recorded; waits for the device."""
+        """Stores the costs that a pass has recorded; waits for the device."""
         assert self.costs is not None
         self._drawing |= recorder.drawing
         self.costs.learn(recorder, is_captured=is_captured)
@@ -142,9 +144,11 @@ class Activations:
         overwriting = [name for name, region in self._recomputed.items() if region.overwrites]
         return self._bar(overwriting, Storage.RECOMPUTE, "what writes into its input cannot be computed again", step)
 
-    def exclude_unpinned(self, step: int) -> tuple[Fault, ...]:
-        """Stops offloading regions that the host could not pin memory for; returns a fault naming them, if any."""
-        unpinned = {} if self._offloading is None else self._offloading.unpinned
+    def exclude_unpinned(self, step: int, ranks: Ranks) -> tuple[Fault, ...]:
+        """Stops offloading regions that the host of any rank could not pin memory for; returns a fault, if any."""
+        if self._offloading is None:
+            return ()
+        unpinned = dict(ChainMap(*ranks.gather(self._offloading.unpinned)))
         why = f"the host cannot pin memory for them ({', '.join(dict.fromkeys(unpinned.values()))})"
         return self._bar(unpinned, Storage.OFFLOAD, why, step)
 

@@ -58,7 +58,7 @@ class Actuators:
         self.plan = decode(Plan, state["plan"])
         self._put_in_force(self.plan)
         self._cache.step.set_num_micro_batches(*state["micro_batches"])
-        self._cache.step.set_storage({name: Storage(each) for name, each in state.get("storage", {}).items()})
+        self._cache.step.set_storage({name: Storage(each) for name, each in state["storage"].items()})
         self._adapting_ms = state["adapting_ms"]
 
     def _put_in_force(self, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""Lets all ranks fail, retry or fall back in the same step, when one of them has to."""
+"""Makes all ranks fail, retry or fall back in the same step if one of them has to."""
 
 from __future__ import annotations
 
@@ -28,16 +28,12 @@ class NotCapturableError(RuntimeError):
     """A step cannot run as a captured graph on this rank or another: no rank captures from now on."""
 
 
-def _any_error(error: BaseException) -> bool:
-    return True
-
-
 _KINDS: tuple[tuple[Callable[[BaseException], bool], type[Exception]], ...] = (
     (lambda error: isinstance(error, BudgetExceededError), BudgetExceededError),
     (is_out_of_memory, PeerOutOfMemoryError),
     (is_compile_error, PeerCompileError),
     (lambda error: isinstance(error, NotCapturableError), NotCapturableError),
-    (_any_error, PeerError),
+    (lambda error: True, PeerError),
 )
 """Kinds of errors, the mildest first: how to tell, and what ranks without an error of this kind raise instead."""
 

@@ -64,7 +64,7 @@ class StepCache:
     launch.
 
     The first step of a kind runs eagerly, so that libraries choose their kernels. Eager and captured steps never hold
-    memory at the same time: an eager step on a GPU drops all graphs, which are captured again at their next use. If a
+    memory at the same time: an eager step on a GPU drops all graphs. They are captured again at their next use. If a
     step waits for the device, or its capture fails, all steps run eagerly: one fault reports it. If the capture runs
     out of memory, steps of its kind run eagerly until memory is released: each attempt is a fault. Python state that
     the forward pass changes is changed at captures but not at replays.

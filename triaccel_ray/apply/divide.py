@@ -1,4 +1,4 @@
-"""Splits the regions of a model off its fused graph, so that each can be recomputed or offloaded by itself."""
+"""Splits a fused graph at the regions of its model, so that each can be recomputed or offloaded by itself."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def evaluate(
         UserCodeError: a metric raised.
     """
     evaluator = _Evaluator(model, loss, None if metrics is None else as_metrics(metrics))
-    totals = torch.zeros((), dtype=torch.float64, device=device)
+    totals = torch.zeros(1, dtype=torch.float64, device=device)
     faults: list[Fault] = []
     cursor = 0
     ranks = ranks or Ranks()
@@ -86,7 +86,7 @@ def evaluate(
         is_shared = not ranks.is_alone and not isinstance(source, IterableSource)
         first, every = (ranks.rank, ranks.world_size) if is_shared else (0, 1)
         if not isinstance(source, IterableSource):
-            source.announce(torch.arange(first, len(source), every), seed=0, follows=False)
+            source.announce(torch.arange(len(source))[first::every], seed=0, follows=False)
         try:
             while size := -(-source.reach(first + cursor * every, batch_size * every) // every):
                 at = device if source.is_resident else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Offloading: what regions save for their backward passes moves to pinned host memory and back, beside computation."""
+"""Offloads the saved tensors of regions to pinned host memory, and prefetches them for the backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from triaccel_ray.cuda.stream_pool import PooledStream
 MIN_BYTES = 2**20
 """Smallest tensor that is moved: below it, copies cost more launches than they save memory."""
 _MAX_SURPLUS = 4
-"""A view is moved with its whole memory, up to this multiple of its own size: the parts of a projection to q, k, v."""
+"""A view is moved with its whole memory, up to this multiple of its own size: q, k and v share one projection."""
 _CHUNK_BYTES = 2**26
 """Smallest piece of host memory; PyTorch rounds pinned memory up to a power of two."""
 _ALIGNMENT = 512
@@ -59,7 +59,7 @@ def movable_bytes(tensor: Tensor, device: torch.device) -> int:
 
 
 class Kept:
-    """A saved tensor that stays; with hooks, PyTorch does not check for writes to it.
+    """A saved tensor that stays on the device, and is checked for writes: PyTorch does not check under hooks.
 
     It is detached: an output that its own node saves would otherwise keep the graph alive in a cycle.
     """
@@ -109,8 +109,6 @@ class _Bundle:
     blocks: dict[Any, _Block] = field(default_factory=dict)
     sent: Any = None
     """Event after the copies to the host."""
-    arrived: Any = None
-    """Event after the copies back."""
     is_used: bool = False
 
 
@@ -137,7 +135,7 @@ class _Moved:
 
 
 class Arena:
-    """Host memory that each pass uses from its start; it grows, and is never given back: captured steps write to it."""
+    """Host memory that each pass reuses from its start. It grows and is never freed: captured steps write to it."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -178,10 +176,10 @@ class Arena:
 class Offloading:
     """Moves the saved tensors of regions to the host after their calls, and back before their backward passes.
 
-    One stream copies in both directions. A region's memory is free on the device once the next region has been called,
-    and comes back while the region after it runs backward (vDNN, Rhu et al. 2016). Events order all uses, in place of
-    `record_stream`, so that it works in captured steps and frees memory at fixed points. On a CPU, tensors are copied
-    within the host's memory: of use in tests only.
+    One stream copies in both directions. A region's memory is free on the device once the next region has been called.
+    It is prefetched while the next region runs backward (vDNN, Rhu et al. 2016). Events order all uses. Unlike
+    `record_stream`, they work in captured steps and free memory at fixed points. On a CPU, tensors are copied within
+    the host's memory: of use in tests only.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -193,21 +191,25 @@ class Offloading:
         """Region that kept tensors because the host could not pin memory for them -> the error."""
         self._last: _Bundle | None = None
         self._leaving: _Bundle | None = None
+        self._arrived: Any = None
+        """Event after the last copies back; those of earlier bundles precede it."""
         self._has_copied = False
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Returns a context for one forward and backward pass."""
         self.arena.rewind()
-        self._last = self._leaving = None
-        self._has_copied = False
+        self._arrived, self._has_copied = None, False
         try:
             yield
         except BaseException:
             with contextlib.suppress(RuntimeError):  # of a capture that is void already
                 self._join()
             raise
-        self._join()
+        else:
+            self._join()
+        finally:
+            self._last = self._leaving = None  # and with them what was fetched and never used
 
     def run(
         self,
@@ -219,7 +221,7 @@ class Offloading:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Returns what `call` does; what it saves is to leave with `send`."""
+        """Returns what `call` returns; the tensors that it saves leave with the next `send`."""
         bundle = _Bundle(name, self._last)
         leaving = {} if self._leaving is None else self._leaving.blocks
         near = {key: block for key, block in leaving.items() if block.source is not None}  # else its address is reused
@@ -244,7 +246,7 @@ class Offloading:
         return outputs
 
     def send(self, name: str = "") -> None:
-        """Frees what the region before has sent; sends what the region `name` has just saved, if one is given.
+        """Frees the tensors that the previous call sent; sends those that region `name` has just saved, if given.
 
         Raises:
             RuntimeError: a step is captured that needs more host memory than the steps before it.
@@ -285,19 +287,19 @@ class Offloading:
                 block.source = None
 
     def _use(self, bundle: _Bundle, excluding: Excluding) -> None:
-        """Has the tensors of `bundle` on the device, for the backward pass, and starts to fetch those before them."""
+        """Waits until the tensors of `bundle` are on the device, and starts to prefetch those of the previous one."""
         if self._leaving is not None:
             last, self._leaving = self._leaving, None
             self._wait(last.sent)  # the tensors are still here, and may be freed by the backward pass
         self._fetch(bundle)
         with excluding():
-            self._wait(bundle.arrived)
+            self._wait(self._arrived)
         bundle.is_used, bundle.blocks = True, {}  # from now on only the tensors in them hold the blocks
         if bundle.previous is not None:
             self._fetch(bundle.previous)
 
     def _fetch(self, bundle: _Bundle) -> None:
-        """Starts to copy back what is not on the device; the bundle holds it until computation has waited for it."""
+        """Starts to copy back what is not on the device. The bundle holds it until computation has waited for it."""
         blocks = [block for block in bundle.blocks.values() if block.source is None and block.memory is None]
         if not blocks:
             return
@@ -308,7 +310,7 @@ class Offloading:
                 assert block.memory is not None
                 assert block.host is not None
                 block.memory.copy_(block.host, non_blocking=True)
-        bundle.arrived = self._event()
+        self._arrived = self._event()
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[None]:
@@ -330,7 +332,6 @@ class Offloading:
     def _join(self) -> None:
         if self._stream is not None and self._has_copied:  # else a capture would wait for work outside of it
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._last = self._leaving = None  # and with them what was fetched and never used
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

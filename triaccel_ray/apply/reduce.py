@@ -3,7 +3,7 @@
 Each rank weights its samples' losses by their share of the global batch, so the sum over ranks is the mean gradient.
 As in `DistributedDataParallel` (Li et al. 2020), buckets are sent in one order on all ranks, each once its gradients
 have arrived. Two things differ. The collectives are part of the captured graph. And an eager pass may run out of memory
-on one rank, so its gradients are sent once all ranks have got through.
+on one rank, so its gradients are sent once all ranks have completed it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _Copies = Mapping[int, Tensor]
 class Reduction:
     """Sums one step's gradients over ranks, in buckets, and knows which parameters get any.
 
-    A parameter has a gradient if it has one on any rank: a rank without samples, or whose samples do not reach the
-    parameter, adds zero. If dtypes differ, the sum has the one of most digits. Ranks tell each other after each eager
-    pass. A captured one overlaps communication if an eager pass of the same precisions has told what to expect.
+    A parameter has a gradient if it has one on any rank. A rank whose samples do not reach it, or that has none, adds
+    zero. If dtypes differ, the sum has the one of most digits. After each eager pass, ranks exchange which gradients
+    they have. A captured pass overlaps communication if an eager pass of the same precisions has shown what to expect.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], order: Sequence[nn.Parameter], ranks: Ranks) -> None:
-        """Prepares for the gradients of `parameters`; `order` is that of the forward pass, as far as it is known."""
+        """Groups `parameters` into buckets; `order` is that of the forward pass, as far as it is known."""
         self.parameters, self._ranks = tuple(parameters), ranks
         self._buckets = _buckets_of(self.parameters, order)
         self._expected: dict[Any, list[int]] = {}

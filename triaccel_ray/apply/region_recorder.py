@@ -1,4 +1,4 @@
-"""Records what the regions of a model save in a pass, and how long they take: the costs behind a memory plan."""
+"""Records how much memory the regions of a model save in a pass, and how long they take, for the memory planner."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from triaccel_ray.records.signals import RegionSignal
 Kind = tuple[int, tuple[torch.dtype, ...]]
 """Samples of a micro-batch, and the layers' dtypes."""
 _Bytes = dict[StorageWeakRef, int]
-"""Memory, by a weak reference, as addresses are used again -> its bytes."""
+"""Weak reference to memory -> its bytes; addresses would not do, as they are reused."""
 _Times = dict[str, tuple[float, float]]
 """Region -> milliseconds of its forward and its backward pass."""
 
 
 class _RecordedCall:
-    """One call of a region: the memory that it reads and saves, and marks on the device's time line."""
+    """One call of a region: the memory that it reads and saves, and when its passes begin and end."""
 
     def __init__(self, recorder: RegionRecorder, name: str, region: nn.Module, inputs: Sequence[Tensor]) -> None:
         self.name, self._recorder = name, recorder
@@ -108,7 +108,7 @@ class _RecordedCall:
 class RegionRecorder:
     """Records the calls of regions in one forward and backward pass of a micro-batch.
 
-    The events that mark times may be captured: after each replay of the graph they tell the times of that replay.
+    Its timing events may be captured: after each replay of the graph they hold the times of that replay.
     """
 
     def __init__(self, device: torch.device, kind: Kind, *, counts: bool) -> None:
@@ -194,14 +194,14 @@ class RegionCosts:
         self._times: dict[Kind, tuple[bool, _Times]] = {}
 
     def recorder(self, kind: Kind, *, is_captured: bool = False) -> RegionRecorder | None:
-        """Returns what is to record the next pass of this kind; None if all is known."""
+        """Returns the recorder for the next pass of this kind; None if all is known."""
         was_captured, _ = self._times.get(kind, (None, {}))
         if was_captured is None or (is_captured and not was_captured):
             return RegionRecorder(self._device, kind, counts=kind not in self._sizes)
         return None
 
     def learn(self, recorder: RegionRecorder, *, is_captured: bool = False) -> None:
-        """Keeps what a pass has recorded; waits for the device."""
+        """Stores what a pass has recorded; waits for the device."""
         if recorder.counts:
             self._sizes[recorder.kind] = recorder.sizes
             if not is_captured:

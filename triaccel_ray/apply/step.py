@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,13 +39,43 @@ class StepOutcome:
     """Reasons why the pass cannot be captured in a CUDA graph; collected only by `run(watch=True)`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryBudget:
+    """How a step finds out that memory is short, and makes room."""
+
+    check: Callable[[], None]
+    """Raises `BudgetExceededError` if the process exceeds its memory budget."""
+    release: Callable[[], None]
+    """Frees memory that can be allocated again, such as captured steps."""
+    is_exceeded_at_rest: Callable[[], bool] = lambda: False
+    """Returns whether the process exceeds the budget without a batch in flight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Optional parts of a step."""
+
+    fusion: Fusion | None = None
+    """Runs in place of the model while it is valid (`Fusion.holds`)."""
+    compilation: Compilation | None = None
+    """Runs in place of the model until compiling fails."""
+    stepper: StepInBackward | None = None
+    """Consumes gradients as they arrive."""
+    activations: Activations | None = None
+    """Stores what regions of the model save; None: it is kept."""
+    peers: Agreement = field(default_factory=Agreement)
+    """The other ranks: after an error on any of them, all take the same way out."""
+    reduction: Reduction | None = None
+    """Sums gradients over the ranks."""
+
+
 class Step:
     """Computes the gradients of one batch; retries a batch that runs out of memory.
 
-    After an out-of-memory error, buffers and random states are restored, and the same samples are retried: with every
-    region recomputed that can be, if the plan may choose so, then in twice as many micro-batches. No sample is lost or
-    counted twice. Storage and number of micro-batches stay until they are set again. A memory budget on a CPU, which
-    the device does not enforce, is waived with a fault if no smaller batch would help.
+    After an out-of-memory error, buffers and random states are restored, and the same samples are retried. First all
+    regions that can be are recomputed, if the plan may choose so. Then the number of micro-batches doubles. No sample
+    is lost or counted twice. Storage and number of micro-batches stay until they are set again. A memory budget on a
+    CPU, which the device does not enforce, is waived with a fault if no smaller batch would help.
     """
 
     def __init__(
@@ -54,33 +84,16 @@ class Step:
         loss: Loss,
         sampler: Sampler,
         precision: LayerPrecision,
-        *,
-        check_memory: Callable[[], None],
-        release_memory: Callable[[], None],
-        is_exceeded_at_rest: Callable[[], bool] = lambda: False,
-        fusion: Fusion | None = None,
-        compilation: Compilation | None = None,
-        stepper: StepInBackward | None = None,
-        activations: Activations | None = None,
-        peers: Agreement | None = None,
-        reduction: Reduction | None = None,
+        memory: MemoryBudget,
+        options: StepOptions | None = None,
     ) -> None:
-        """Stores the parts of a step; `check_memory` raises if the process exceeds its memory budget.
-
-        `is_exceeded_at_rest` returns whether it does so without a batch in flight. `fusion` runs in place of `model`
-        while it is valid (`Fusion.holds`), `compilation` until compiling fails. `stepper` consumes gradients as they
-        arrive. `activations` stores what regions of the model save; None: it is kept. `peers` are the other ranks:
-        after an error on any of them, all take the same way out. `reduction` sums gradients over them.
-        """
-        self.model, self._loss, self.sampler, self.precision = model, loss, sampler, precision
-        self.fusion, self.compilation, self.stepper = fusion, compilation, stepper
-        self.activations = activations
+        options = options or StepOptions()
+        self.model, self._loss, self.sampler, self.precision, self._memory = model, loss, sampler, precision, memory
+        self.fusion, self.compilation, self.stepper = options.fusion, options.compilation, options.stepper
+        self.activations, self.peers, self._reduction = options.activations, options.peers, options.reduction
         self.recorder: RegionRecorder | None = None
         """What has recorded the first micro-batch of the last pass; None if nothing had to be recorded."""
-        self.peers, self._reduction = peers or Agreement(), reduction
-        self._is_compiled_by_user = is_compiled(model) and compilation is None
-        self._check_memory, self._release_memory = check_memory, release_memory
-        self._is_exceeded_at_rest = is_exceeded_at_rest
+        self._is_compiled_by_user = is_compiled(model) and self.compilation is None
         self.num_micro_batches = 1
         """Micro-batches per batch now: the plan's number, or more after a batch that did not fit."""
         self.min_micro_batch_size = 1
@@ -116,9 +129,13 @@ class Step:
             raise KeyError(f"regions {sorted(storage)} keep their tensors")
 
     def region_costs(self, batch_size: int) -> tuple[int, tuple[RegionSignal, ...]]:
-        """Returns the size of a batch's micro-batches, and the regions' costs in a pass of one; empty if not known."""
-        size = -(-batch_size // self.num_micro_batches)
-        return size, () if self.activations is None else self.activations.signals(size, self.precision.key)
+        """Returns the size of a batch's micro-batches, and the regions' costs in a pass of one; empty if not known.
+
+        The size counts the samples of all ranks, the costs are those of this rank's share.
+        """
+        share = self.peers.ranks.largest_share(batch_size)
+        size, own_size = (-(-number // self.num_micro_batches) for number in (batch_size, share))
+        return size, () if self.activations is None else self.activations.signals(own_size, self.precision.key)
 
     def set_num_micro_batches(self, num_micro_batches: int, min_micro_batch_size: int = 1) -> None:
         """Sets the number of micro-batches that each batch is split into from now on.
@@ -169,12 +186,12 @@ class Step:
             # Outside the handler: the traceback no longer holds the attempt's tensors.
             self.zero_grad()
             restore()
-            self._release_memory()
+            self._memory.release()
             obstacles.clear()
             if disabled:
                 feature_faults += disabled
                 continue
-            if is_over_budget and ((is_smallest and not stores_less) or self._is_exceeded_at_rest()):
+            if is_over_budget and ((is_smallest and not stores_less) or self._memory.is_exceeded_at_rest()):
                 self.num_micro_batches, self.min_micro_batch_size = planned[:2]
                 self.set_storage(planned[2])
                 self._is_budget_waived = True
@@ -185,15 +202,18 @@ class Step:
                 if num_parts >= min(self.num_micro_batches, most_parts):
                     self.num_micro_batches = min(2 * num_parts, most_parts)
                 self.min_micro_batch_size = 1
-            fault = Fault.out_of_memory(
-                detail,
-                step=step,
-                phase="forward_backward",
-                batch_size=num_samples,
-                micro_batch_size=-(-num_samples // self._num_parts(num_samples)),
-                stores_least=self.activations is not None and self.activations.stores_least,
-            )
-            memory_faults = (fault,)
+            memory_faults = (self._out_of_memory_fault(detail, num_samples, step),)
+
+    def _out_of_memory_fault(self, detail: str, num_samples: int, step: int) -> Fault:
+        """Returns the fault of a batch that is retried as the step is set now."""
+        return Fault.out_of_memory(
+            detail,
+            step=step,
+            phase="forward_backward",
+            batch_size=num_samples,
+            micro_batch_size=-(-num_samples // self._num_parts(num_samples)),
+            stores_least=self.activations is not None and self.activations.stores_least,
+        )
 
     def _store_least(self) -> bool:
         """Recomputes every region that can be, if that may be chosen; returns whether that changes anything."""
@@ -205,7 +225,7 @@ class Step:
             return ()
         if self.recorder is not None:
             self.activations.learn(self.recorder)
-        return self.activations.exclude_unpinned(step)
+        return self.activations.exclude_unpinned(step, self.peers.ranks)
 
     def _disable_failed_feature(self, error: BaseException, step: int) -> tuple[Fault, ...]:
         """Turns off the optional feature (recomputation or compilation) that raised `error`; returns faults, if any."""
@@ -291,7 +311,7 @@ class Step:
 
     def _require_memory(self) -> None:
         if not self._is_budget_waived:
-            self._check_memory()
+            self._memory.check()
 
     def zero_grad(self) -> None:
         """Drops all gradients."""

@@ -1,4 +1,4 @@
-"""What the ranks of a run agree on: settings and weights before the first step, then one observation a tick."""
+"""Makes the ranks of a run agree: on settings and weights before the first step, on one observation at each tick."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def merged(observations: Sequence[Observation]) -> Observation:
     """Returns one observation from those of all ranks, by rank.
 
     Variances, losses and the loss scale are sums over ranks already, hence equal. Memory is that of the rank with the
-    least room, times are the slowest rank's, eigenvalues and noise are means over the ranks that measured them.
+    least room. Times are the slowest rank's. Eigenvalues and noise are means over the ranks that measured them. The
+    memory profile is rank 0's.
     """
     first = observations[0]
     step_times = [each.step_ms for each in observations if each.step_ms is not None]

@@ -192,7 +192,7 @@ class EpochProgress:
         """Restores the state that `state_dict` returned, with the clock stopped."""
         self.loss.copy_(state["epoch_loss"])
         self._carried_seconds, self._started = state["epoch_seconds"], math.nan
-        self._carried_joules = state.get("epoch_joules", math.nan)
+        self._carried_joules = state["epoch_joules"]
 
     def _now(self) -> float:
         synchronize(self._device)
@@ -246,5 +246,5 @@ class EpochLoop(ABC):
             part.load_state_dict(state[name])
         self._epoch.load_state_dict(state)
         self.memory.raise_peaks(*state["memory_peaks"])
-        if state["sampler"].get("rank", 0) == self.sampler.rank:  # else all ranks would drop out the same units
+        if state["sampler"]["rank"] == self.sampler.rank:  # else all ranks would drop out the same units
             set_random_states(state["random"])

@@ -22,7 +22,7 @@ from triaccel_ray.apply.optimizer import LayerwiseOptimizer, watched_parameters
 from triaccel_ray.apply.precision import LayerPrecision, precisions_without_benefit, supported_precisions
 from triaccel_ray.apply.reduce import Reduction, SharedGradients
 from triaccel_ray.apply.split_weights import SplitWeights
-from triaccel_ray.apply.step import Step
+from triaccel_ray.apply.step import MemoryBudget, Step, StepOptions
 from triaccel_ray.apply.step_in_backward import StepInBackward, buckets_of
 from triaccel_ray.apply.weights import ComputeCopies, Weights
 from triaccel_ray.config import ControlConfig, check_field, require
@@ -168,15 +168,19 @@ class Training:
             self.loss,
             self.sampler,
             precision,
-            check_memory=self.memory.check,
-            release_memory=self.make_room,
-            is_exceeded_at_rest=lambda: self.ranks.any(self.memory.is_exceeded_at_rest),
-            fusion=fusion,
-            compilation=compilation,
-            stepper=self._stepper,
-            activations=self._activations(fusion, compilation),
-            peers=Agreement(self.ranks),
-            reduction=reduction,
+            MemoryBudget(
+                check=self.memory.check,
+                release=self.make_room,
+                is_exceeded_at_rest=lambda: self.ranks.any(self.memory.is_exceeded_at_rest),
+            ),
+            StepOptions(
+                fusion=fusion,
+                compilation=compilation,
+                stepper=self._stepper,
+                activations=self._activations(fusion, compilation),
+                peers=Agreement(self.ranks),
+                reduction=reduction,
+            ),
         )
         shared = partial(Gradients, watched) if reduction is None else partial(SharedGradients, reduction)
         new_gradients = shared if self._stepper is None else self._stepper.gradients

@@ -189,7 +189,7 @@ class Sampler:
         if isinstance(self.source, IterableSource):
             self.source.resume(self.epoch, self._cursor, state["stream"])
         self.generator.set_state(state["generator"])
-        if (saved_by := state.get("rank", 0)) != self.rank:  # else this rank would augment as that one does
+        if (saved_by := state["rank"]) != self.rank:  # else this rank would augment as that one does
             drawn = torch.randint(2**62, (), generator=self.generator, device=self.generator.device)
             self.generator.manual_seed(_seed_of(int(drawn), 1 + self.rank + saved_by * self._world_size))
 

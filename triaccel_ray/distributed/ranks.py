@@ -1,4 +1,4 @@
-"""The processes that train one model together, and what they tell each other beside the gradients."""
+"""The processes that train one model together, and the messages between them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Ranks:
         return self.maximum([int(condition)])[0] > 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, by rank; each is something that JSON can hold."""
+        """Returns the values of all ranks, by rank; JSON must be able to hold them."""
         if self.is_alone:
             return [value]
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -16,13 +16,13 @@ from triaccel_ray.measure.memory import nvml_handle
 def energy_counter(device: torch.device) -> Callable[[], float]:
     """Returns a function that reads the joules that the GPU has consumed since its driver was loaded.
 
-    They are those of the whole board, with memory, idle power and all processes on it. NaN on a CPU.
+    The counter covers the whole board: memory, idle power and all processes on it. NaN on a CPU.
     """
     return partial(board_joules, nvml_handle(device)) if device.type == "cuda" else lambda: math.nan
 
 
 def board_joules(handle: Any) -> float:
-    """Returns the reading of the counter; NaN where NVML has none: before Volta, and on most virtual GPUs."""
+    """Returns the counter's joules; NaN where NVML has none: before Volta, and on most virtual GPUs."""
     try:
         return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3  # mJ
     except pynvml.NVMLError:

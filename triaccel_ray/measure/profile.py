@@ -50,7 +50,7 @@ def _is_batch_norm(module: nn.Module) -> bool:
 
 
 def link_bandwidth(device: torch.device) -> tuple[float, float]:
-    """Returns bytes per millisecond from the device to pinned host memory, and back; 0 on a CPU, or without memory."""
+    """Returns bytes per millisecond to pinned host memory and back; 0 on a CPU, or if no memory is free to measure."""
     if device.type != "cuda":
         return 0.0, 0.0
     for num_bytes in _LINK_BYTES:

@@ -16,7 +16,7 @@ _NO_SUMS: Mapping[int, Tensor] = MappingProxyType({})
 class Gradients:
     """The gradient of each watched parameter, or None, and the table through which kernels read them.
 
-    If a parameter's layer computes with a low-precision copy, the gradient is that of the copy, in its dtype: nothing
+    If a parameter's layer computes with a low-precision copy, the gradient is that of the copy, in its dtype. Nothing
     casts it to FP32 before the optimizer. A split weight has a BF16 gradient, or an FP32 sum over micro-batches.
     """
 

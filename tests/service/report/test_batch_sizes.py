@@ -24,7 +24,7 @@ NOT_CAPTURED = Fault(kind=FaultKind.CAPTURE_FAILED, step=3, phase="capture", det
 
 def timed(batch_size: int, rate: float | None, **plan: object) -> Throughput:
     step_ms = None if rate is None else 1e3 * batch_size / rate
-    return Throughput(batch_size=batch_size, step_ms=step_ms, num_steps=50, peak_bytes=10**9 + batch_size, **plan)  # type: ignore[arg-type]
+    return Throughput(batch_size=batch_size, step_ms=step_ms, num_steps=50, peak_bytes=10**9 + batch_size, **plan)
 
 
 def run_with(folder: Path, *sizes: Throughput, end: End | None, maximum: int = 512) -> RunRecord:
@@ -101,4 +101,5 @@ def test_what_is_not_finished_has_no_command(tmp_path: Path) -> None:
     run_with(tmp_path / "sizes", end=end)
     view = view_at(StoragePath(str(tmp_path / "sizes")))
     assert view.command == ""
+    assert view.shown[0].note == ""
     assert any("failed (out_of_memory)" in part for part in view.shown if isinstance(part, str))

@@ -53,7 +53,7 @@ def batch_grid(run: RunRecord) -> Grid:
         how = "does not fit" if each.step_ms is None else _plan_text(each)
         rows.append([*cells, f"{each.peak_bytes / 1e9:.3f}", how])
     most, asked = run.start.control.batch.maximum, run.spec.control.batch.maximum
-    is_rising = _efficient(run) == max(_timed(run), default=None)
+    is_rising = _efficient(run) is not None and _efficient(run) == max(_timed(run))
     unfit = any(each.step_ms is None for each in run.throughputs)
     return Grid(
         header=("batch", "ms a step", "samples/s", "% of the best", "process peak GB", "how"),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.build import CONFIG, Limited, blobs, loop_of, mlp
-from tests.crew import Crew
-from tests.test_many_ranks import assert_close, fixed, listed
+from tests.distributed.training import assert_close, fixed, listed
+from tests.distributed.worker_pool import WorkerPool
 from triaccel_ray.config import ControlConfig, ExecutionConfig
 from triaccel_ray.decide import replay
 from triaccel_ray.records.codec import encode
@@ -25,10 +25,10 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    crew = Crew(2, "nccl")
-    yield crew
-    crew.close()
+def workers() -> Iterator[WorkerPool]:
+    workers = WorkerPool(2, "nccl")
+    yield workers
+    workers.close()
 
 
 UNCOMPILED = replace(fixed(12), execution=ExecutionConfig(compile="off"))
@@ -65,10 +65,10 @@ def trained(
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_captured_steps_on_two_gpus_compute_what_one_computes(crew: Crew, accumulate: int) -> None:
+def test_captured_steps_on_two_gpus_compute_what_one_computes(workers: WorkerPool, accumulate: int) -> None:
     config = fixed(12, accumulate=accumulate)
-    (alone,) = crew.run(1, trained, config, 200)
-    found = crew.run(2, trained, config, 200)
+    (alone,) = workers.run(1, trained, config, 200)
+    found = workers.run(2, trained, config, 200)
     for each in found:
         assert each["captured"] >= 1
         assert each["weights"] == found[0]["weights"]
@@ -77,24 +77,24 @@ def test_captured_steps_on_two_gpus_compute_what_one_computes(crew: Crew, accumu
 
 
 @pytest.mark.parametrize("compiles", ["off", "auto"])
-def test_two_gpus_decide_the_same_with_every_strategy_on(crew: Crew, compiles: Any) -> None:
+def test_two_gpus_decide_the_same_with_every_strategy_on(workers: WorkerPool, compiles: Any) -> None:
     config = replace(CONFIG, max_overhead=1.0, execution=ExecutionConfig(compile=compiles))
-    first, second = crew.run(2, trained, config, 200)
+    first, second = workers.run(2, trained, config, 200)
     for name in ("weights", "decisions", "captured"):
         assert first[name] == second[name], name
     assert first["replays"]
     assert second["replays"]
 
 
-def test_a_host_that_waits_on_one_gpu_ends_capture_on_both(crew: Crew) -> None:
-    first, second = crew.run(2, trained, UNCOMPILED, 20, "waits")
+def test_a_host_that_waits_on_one_gpu_ends_capture_on_both(workers: WorkerPool) -> None:
+    first, second = workers.run(2, trained, UNCOMPILED, 20, "waits")
     assert (first["captured"], second["captured"]) == (0, 0)
     assert first["weights"] == second["weights"]
     assert "the step of another rank cannot be captured" in first["refused"][0]
 
 
-def test_both_gpus_retreat_when_one_runs_out_of_memory(crew: Crew) -> None:
-    (alone,) = crew.run(1, trained, UNCOMPILED, 20)
-    for each in crew.run(2, trained, UNCOMPILED, 20, "", 3):
+def test_both_gpus_retreat_when_one_runs_out_of_memory(workers: WorkerPool) -> None:
+    (alone,) = workers.run(1, trained, UNCOMPILED, 20)
+    for each in workers.run(2, trained, UNCOMPILED, 20, "", 3):
         assert each["parts"] == 2
         assert_close(each["weights"], alone["weights"], within=1e-4)

@@ -1,4 +1,4 @@
-"""Processes that stay up for a module's tests and join process groups of any size among them."""
+"""Worker processes that outlive a test and form process groups of any size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS = 60
 """Longest time that a job may take."""
 
 
-class Crew:
+class WorkerPool:
     """Runs functions on ranks; each rank is a process."""
 
     def __init__(self, size: int, backend: str = "gloo") -> None:
@@ -34,7 +34,7 @@ class Crew:
             process.start()
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(rank, *args)` returns on each rank of a group; without a group if the size is 1."""
+        """Returns what `function(rank, *args)` returns on each rank of a group; one rank has no group."""
         self._num_jobs += 1
         store = Path(self._folder.name) / str(self._num_jobs)
         for jobs in self._jobs[:world_size]:
@@ -51,6 +51,7 @@ class Crew:
         return [found[rank] for rank in range(world_size)]
 
     def close(self) -> None:
+        """Ends the processes."""
         for process in self._processes:
             process.kill()
             process.join()

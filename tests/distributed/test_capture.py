@@ -1,0 +1,180 @@
+"""Captured steps of several ranks, with a stand-in for CUDA graphs: gradients are summed during the backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import triaccel_ray.control.training
+from tests.build import BF16, FP32, Rerun, RerunPool, blobs, cross_entropy, loop_of, mlp
+from tests.distributed.training import Unsteady, assert_close, fixed, listed, trained
+from tests.distributed.worker_pool import WorkerPool
+from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.apply.reduce import Reduction, SharedGradients
+from triaccel_ray.apply.weights import ComputeCopies
+from triaccel_ray.cuda.graphs import Graph
+from triaccel_ray.distributed.ranks import Ranks
+from triaccel_ray.loop import ControlLoop
+from triaccel_ray.model.gradients import gradient_of
+from triaccel_ray.model.layers import find_layers
+
+
+class Recorder(RerunPool):
+    """Runs the work at its capture, too, but undoes what it did to `loop`; before a replay it drops gradients."""
+
+    loop: ControlLoop
+
+    def _record(self, work: Callable[[], None], generators: Sequence[torch.Generator]) -> Graph:
+        state = self.loop.optimizer.optimizer.state
+        kept = [*self.loop.model.parameters(), *(value["momentum_buffer"] for value in state.values())]
+        before = [tensor.detach().clone() for tensor in kept]
+        super()._record(work, generators)
+        with torch.no_grad():
+            torch._foreach_copy_(kept, before)
+
+        def again() -> None:
+            self.loop._training.steps.step.zero_grad()
+            work()
+
+        return Rerun(again)
+
+
+@contextlib.contextmanager
+def capturing(pool: Recorder) -> Iterator[None]:
+    """Returns a context in which loops capture their steps with `pool`."""
+    before = triaccel_ray.control.training.GraphPool
+    triaccel_ray.control.training.GraphPool = lambda device: pool
+    try:
+        yield
+    finally:
+        triaccel_ray.control.training.GraphPool = before
+
+
+def captured(rank: int, fails_on: int | None) -> dict[str, Any]:
+    """A run whose steps are captured, for a stand-in of a graph; the capture fails on one rank, if any."""
+    error = RuntimeError("no graph here") if rank == fails_on else None
+    pool = Recorder(error)
+    with capturing(pool):
+        model = mlp(seed=rank)
+        loop, ticks = loop_of(model, blobs(62), fixed(10))
+        pool.loop = loop
+        for _ in range(21):
+            loop.step()
+        if fails_on is None and rank == 1:
+            pool.release()  # as an evaluation that ran out of memory does, on one rank
+        loop.evaluate(blobs(31))
+        for _ in range(9):
+            loop.step()
+        loop.close()
+    faults = [fault.detail for tick in ticks for fault in tick.observation.faults]
+    return {"weights": listed(model), "enabled": loop._training.steps.enabled, "tried": pool.num_tried,
+            "faults": faults}  # fmt: skip
+
+
+@pytest.mark.parametrize("fails_on", [None, 1])
+def test_all_ranks_replay_a_step_or_none_does(workers: WorkerPool, fails_on: int | None) -> None:
+    (alone,) = workers.run(1, trained, 62, fixed(10), 30)
+    found = workers.run(3, captured, fails_on)
+    for each in found:
+        assert_close(each["weights"], alone["weights"])
+        assert each["enabled"] == (fails_on is None)
+        assert each["tried"] == found[0]["tried"]
+        assert (each["tried"] > 1) == (fails_on is None)
+        assert each["faults"] == ([] if fails_on is None else found[0]["faults"])
+
+
+def overlapped(rank: int) -> dict[str, Any]:
+    """How many messages leave during a captured backward pass, and before its end."""
+    pool = Recorder()
+    sent: list[str] = []
+    with capturing(pool):
+        loop, _ = loop_of(mlp(seed=rank), blobs(240), fixed(12))
+        pool.loop = loop
+        reduction = loop._training.steps.step._reduction
+        assert reduction is not None
+        reduction._buckets = [[index] for index in reversed(range(len(reduction.parameters)))]
+        start = reduction._ranks.start_sum
+
+        def start_sum(tensors: Sequence[Tensor]) -> Callable[[], None]:
+            sent.append("during" if reduction._pass is not None else "after")
+            return start(tensors)
+
+        reduction._ranks.start_sum = start_sum  # type: ignore[method-assign]
+        for _ in range(3):
+            sent.clear()
+            loop.step()
+        loop.close()
+    return {"sent": sent, "weights": listed(loop.model)}
+
+
+def test_a_captured_step_sends_gradients_during_the_backward_pass(workers: WorkerPool) -> None:
+    (alone,) = workers.run(1, trained, 240, fixed(12), 3)
+    for each in workers.run(2, overlapped):
+        assert each["sent"] == ["during"] * 6 + ["after"]  # a message for each parameter, then the loss
+        assert_close(each["weights"], alone["weights"])
+
+
+def summed_copies(rank: int) -> list[list[float]]:
+    """Gradients of a model with low-precision copies of its weights: of this rank, summed after and during the pass."""
+    model = mlp()
+    layers = find_layers(model)
+    weights = ComputeCopies(layers, model.parameters())
+    precision = LayerPrecision(model, layers, weights=weights)
+    precision.set({layer.name: BF16 if index else FP32 for index, layer in enumerate(layers)})
+    parameters = list(model.parameters())
+    gradients = SharedGradients(Reduction(parameters, parameters, Ranks.found()))
+    inputs, targets = blobs(8, seed=rank)
+    found = []
+    for publishes in (True, False):
+        gradients.begin(publishes=publishes)
+        for tensor in (*parameters, *weights.in_force.values()):
+            tensor.grad = None
+        with precision.in_force():
+            loss = cross_entropy(model(inputs).float(), targets)
+        with gradients._reduction.taking(weights.in_force, is_whole=True):
+            loss.backward()
+        assert (gradients._reduction._pass is None) == publishes
+        if publishes:
+            own = [gradient_of(p, weights.in_force.get(id(p)), None).float().flatten() for p in parameters]
+            found.append(torch.cat(own).tolist())
+        gradients.collect(weights.in_force)
+        assert {tensor.dtype for tensor in gradients.tensors} == {torch.bfloat16, torch.float32}
+        found.append(torch.cat([tensor.float().flatten() for tensor in gradients.tensors]).tolist())
+    precision.remove()
+    return found
+
+
+def test_gradients_of_low_precision_copies_are_summed_in_their_dtype(workers: WorkerPool) -> None:
+    (own, after, during), (others, *same) = workers.run(2, summed_copies)
+    assert after == during
+    assert [after, during] == same
+    torch.testing.assert_close(torch.tensor(after), torch.tensor(own) + torch.tensor(others), rtol=1e-2, atol=1e-4)
+
+
+def opened(rank: int) -> dict[str, Any]:
+    """A run in which rank 1 reaches another weight when its step is captured than in the step before."""
+    pool = Recorder()
+    with capturing(pool):
+        model = Unsteady(rank)
+        model.is_open = False
+        loop, ticks = loop_of(model, blobs(96), fixed(12))
+        pool.loop = loop
+        loop.step()
+        model.is_open = rank == 1
+        for _ in range(7):
+            loop.step()
+        loop.close()
+    faults = [fault.detail for tick in ticks for fault in tick.observation.faults]
+    return {"weights": listed(model), "enabled": loop._training.steps.enabled, "faults": faults}
+
+
+def test_gradients_that_arrive_otherwise_in_a_captured_step_end_capture_on_all_ranks(workers: WorkerPool) -> None:
+    first, second = workers.run(2, opened)
+    assert first == second
+    assert not first["enabled"]
+    assert "gradients have arrived otherwise than in the step before, on some rank" in first["faults"]

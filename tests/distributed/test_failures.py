@@ -1,0 +1,314 @@
+"""Errors on one rank: all retreat, skip, stop or refuse together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import triaccel_ray.loop
+from tests.build import CONFIG, CountingSource, Limited, blobs, cross_entropy, loop_of, mlp
+from tests.distributed.training import assert_close, fixed, listed, trained
+from tests.distributed.worker_pool import WorkerPool
+from triaccel_ray.apply import offload
+from triaccel_ray.apply.agreement import Agreement, NotCapturableError
+from triaccel_ray.baseline import BaselineLoop
+from triaccel_ray.config import ExecutionConfig
+from triaccel_ray.cuda.out_of_memory import BudgetExceededError
+from triaccel_ray.decide import replay
+from triaccel_ray.distributed.ranks import Ranks, RanksDifferError
+from triaccel_ray.records.codec import encode
+from triaccel_ray.records.plan import FaultKind
+
+
+class Pressed(CountingSource):
+    """Runs out of memory for more than `limit` samples at some steps, on one rank."""
+
+    limit = 10**9
+
+    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        if len(indices) > self.limit:
+            raise torch.OutOfMemoryError("no room on this rank")
+        return super().batch(indices, generator)
+
+
+def pressed(rank: int, num_steps: int) -> dict[str, Any]:
+    """Ticks and parts of a run in which rank 1 has less memory at times."""
+    source = Pressed(*blobs(96))
+    model = mlp(seed=rank)
+    loop, ticks = loop_of(model, source, replace(CONFIG, revert_slowdowns=True))
+    parts, sizes = [], []
+    for step in range(num_steps):
+        if rank == 1:
+            source.limit = 2 if 40 <= step < 60 or step == 120 else 10**9
+        before = len(source.drawn)
+        loop.step()
+        parts.append(loop._training.steps.step.num_micro_batches)
+        sizes.append(sum(map(len, source.drawn[before:])))
+    faults = [fault for tick in ticks for fault in tick.observation.faults]
+    logged = [(tick.observation, tick.decision) for tick in ticks]
+    found = {
+        "decisions": [encode(tick.decision) for tick in ticks],
+        "observations": [encode(tick.observation) for tick in ticks],
+        "replays": replay(loop.config, logged).diverged_at is None,
+        "parts": parts,
+        "batches": [tick.applied.plan.batch_size for tick in ticks],
+        "faults": sorted({fault.kind.value for fault in faults}),
+        "details": [fault.detail for fault in faults if fault.kind is FaultKind.OUT_OF_MEMORY],
+        "eigenvalues": any(layer.eigenvalues for tick in ticks for layer in tick.observation.layers),
+        "weights": listed(model),
+    }
+    loop.close()
+    return found
+
+
+def test_ranks_decide_the_same_while_one_of_them_runs_short_of_memory(workers: WorkerPool) -> None:
+    first, second = workers.run(2, pressed, 200)
+    assert len(first["decisions"]) == 50
+    for name in ("decisions", "observations", "parts", "batches", "weights"):
+        assert first[name] == second[name], name
+    assert first["replays"]
+    assert first["eigenvalues"]
+    assert "out_of_memory" in first["faults"]
+    assert "rank 1 raised OutOfMemoryError: no room on this rank" in first["details"][0]
+    assert min(first["batches"]) < max(first["batches"])
+
+
+def retreated(rank: int) -> dict[str, Any]:
+    """A step of 12 samples of which rank 1 can pass two at once, and the weights after it."""
+    model = nn.Sequential(mlp(), Limited(2 if rank == 1 else 10**9))
+    source = CountingSource(*blobs(24))
+    loop, _ = loop_of(model, source, fixed(12))
+    loop.step()
+    found = {"weights": listed(model), "parts": loop._training.steps.step.num_micro_batches}
+    found["loss"] = loop.epoch_loss.tolist()
+    passed = model[1].sizes[-found["parts"] :]
+    loop.close()
+    return found | {"passed": sum(passed), "largest": max(passed)}
+
+
+def test_all_ranks_retreat_in_the_step_in_which_one_runs_out_of_memory(workers: WorkerPool) -> None:
+    (alone,) = workers.run(1, trained, 24, fixed(12), 1)
+    found = workers.run(3, retreated)
+    for each in found:
+        assert each["parts"] == 2  # of 4 samples each
+        assert (each["passed"], each["largest"]) == (4, 2)
+        assert each["loss"] == [pytest.approx(alone["loss"], rel=1e-5), 12]
+        assert_close(each["weights"], alone["weights"])
+
+
+def unpinned(rank: int) -> dict[str, Any]:
+    """Three steps that offload, of which rank 1 has too little host memory for the second block."""
+    offload.MIN_BYTES = 64
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()) for _ in range(2)]
+    model = nn.Sequential(*blocks, nn.Linear(8, 4))
+    loop, ticks = loop_of(model, blobs(48), replace(fixed(12), execution=ExecutionConfig(activations="offload")))
+    step = loop._training.steps.step
+    take = offload.Arena.take
+
+    def scarce(arena: Any, num_bytes: int, *, grows: bool = True) -> Tensor:
+        if rank == 1 and step.activations._offloading._last.name == "1":
+            raise RuntimeError("no memory to pin")
+        return take(arena, num_bytes, grows=grows)
+
+    offload.Arena.take = scarce
+    try:
+        for _ in range(3):
+            loop.step()
+        loop.tick()
+    finally:
+        offload.Arena.take = take
+        loop.close()
+    faults = [fault.detail for tick in ticks for fault in tick.observation.faults]
+    return {"storage": {name: each.value for name, each in step.storage.items()}, "faults": faults}
+
+
+def test_what_one_host_cannot_pin_memory_for_is_kept_on_all_ranks(workers: WorkerPool) -> None:
+    first, second = workers.run(2, unpinned)
+    assert first == second
+    assert first["storage"] == {"0": "offload"}
+    assert ["no memory to pin" in fault for fault in first["faults"]] == [True]
+
+
+def too_large(rank: int) -> str:
+    loop, _ = loop_of(nn.Sequential(mlp(), Limited(0 if rank == 1 else 10**9)), blobs(24), fixed(12))
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        loop.step()
+    loop.close()
+    return str(raised.value)
+
+
+def test_a_sample_that_does_not_fit_on_one_rank_ends_the_run_on_all(workers: WorkerPool) -> None:
+    texts = workers.run(3, too_large)
+    assert texts[1] == "no room for more samples"
+    assert texts[0] == texts[2] == "rank 1 raised OutOfMemoryError: no room for more samples"
+
+
+def broken(rank: int) -> str:
+    class Broken(CountingSource):
+        def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+            if rank == 1 and generator is not None and self.drawn:
+                raise OSError("a file is missing")
+            return super().batch(indices, generator)
+
+    loop, _ = loop_of(mlp(), Broken(*blobs(24)), fixed(12))
+    with pytest.raises((OSError, RuntimeError)) as raised:
+        loop.train_epoch()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_an_error_on_one_rank_ends_all_at_once_and_is_named(workers: WorkerPool) -> None:
+    first, second = workers.run(2, broken)
+    assert second == "OSError: a file is missing"
+    assert first == "PeerError: rank 1 raised OSError: a file is missing"
+
+
+def diverged(rank: int) -> dict[str, Any]:
+    """Five steps, in the third of which rank 1 finds a gradient that is not finite."""
+    step = 0
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        value = cross_entropy(outputs, targets)
+        return value * math.nan if rank == 1 and step == 2 else value
+
+    model = mlp()
+    loop, _ = loop_of(model, blobs(96), fixed(8), loss=loss)
+    history = []
+    for step in range(5):  # noqa: B007  # `loss` reads it
+        loop.step()
+        history.append(listed(model))
+    skipped, count = loop.num_skipped, loop.epoch_loss[1].item()
+    loop.close()
+    return {"skipped": skipped, "history": history, "count": count}
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(workers: WorkerPool) -> None:
+    first, second = workers.run(2, diverged)
+    assert first == second
+    assert (first["skipped"], first["count"]) == (1, 32)
+    assert first["history"][1] == first["history"][2] != first["history"][3]
+
+
+def agreed(rank: int) -> list[str]:
+    """What each rank raises when rank 1 raises an error of each kind."""
+    import torch._dynamo
+
+    errors = [
+        BudgetExceededError("over budget"),
+        torch.OutOfMemoryError("no room"),
+        torch._dynamo.exc.TorchDynamoException("no code"),
+        NotCapturableError("no graph"),
+        KeyError("no key"),
+    ]
+    agreement = Agreement(Ranks.found())
+    found = []
+    for own in [(None, error) for error in errors] + [(errors[1], errors[4])]:  # of two, the worse one wins
+        try:
+            with agreement.agreeing(), agreement.agreeing():  # the outer one has nothing to add
+                raising(own[rank])
+        except Exception as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def raising(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def test_an_error_of_one_rank_is_one_of_the_same_kind_on_the_others(workers: WorkerPool) -> None:
+    first, second = workers.run(2, agreed)
+    assert second == [
+        "BudgetExceededError", "OutOfMemoryError", "TorchDynamoException", "NotCapturableError", "KeyError", "KeyError"
+    ]  # fmt: skip
+    assert first == [
+        "BudgetExceededError", "PeerOutOfMemoryError", "PeerCompileError", "NotCapturableError", "PeerError",
+        "PeerError",
+    ]  # fmt: skip
+
+
+def refusal(rank: int, kind: str) -> str:
+    """The error with which a loop, or its first steps, are refused."""
+    model, config, options = mlp(), fixed(4), {}
+    data: Any = blobs(24)
+    if kind == "settings":
+        config = replace(config, every_steps=4 + rank)
+    elif kind == "seed":
+        options["seed"] = rank
+    elif kind == "model":
+        model, data = mlp(features=8 + rank), blobs(24, features=8 + rank)
+    elif kind == "data":
+        data = blobs(24 + rank)
+    elif kind == "batch":
+        config = fixed(2)
+    elif kind == "step_in_backward":
+        config = replace(config, step_in_backward=True)
+    elif kind == "stream":
+        data = Stream()
+    if kind == "baseline":
+        optimizer = torch.optim.SGD(model.parameters())
+        with pytest.raises(ValueError, match=r".") as raised:
+            BaselineLoop(model, optimizer, cross_entropy, data, method="fp32", batch_size=4)
+        return str(raised.value)
+    with pytest.raises(ValueError, match=r".") as raised:
+        loop_of(model, data, config, **options)
+    return str(raised.value)
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        inputs, targets = blobs(8)
+        return iter(zip(inputs, targets, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("settings", "every_steps = 4 on rank 0 and 5 on rank 1: must be the same on all ranks"),
+        ("seed", "seed = 0 on rank 0 and 1 on rank 1: must be the same"),
+        ("model", 'model = [[["0.weight", [16, 8], '),
+        ("data", "number of samples = 24 on rank 0 and 25 on rank 1"),
+        ("batch", "batch minimum (batch_min) = 2: must be at least the number of ranks, 3"),
+        ("step_in_backward", "step_in_backward = True: must be False on 3 ranks"),
+        ("stream", "data = an iterable data set, on 3 ranks: must be one with __getitem__"),
+        ("baseline", "the process group has several ranks: a baseline trains in one process; use ControlLoop"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_on_all_of_them(workers: WorkerPool, kind: str, text: str) -> None:
+    for found in workers.run(3, refusal, kind):
+        assert text in found
+
+
+def unlike(rank: int) -> str:
+    if rank == 1:
+        decide = triaccel_ray.loop.decide
+
+        def other(*args: Any) -> Any:
+            decision = decide(*args)
+            return replace(decision, plan=replace(decision.plan, batch_size=decision.plan.batch_size + 4))
+
+        triaccel_ray.loop.decide = other
+    try:
+        loop, _ = loop_of(mlp(), blobs(96))
+        with pytest.raises(RanksDifferError) as raised:
+            loop.train_epoch()
+        assert loop.num_steps == 4
+        loop.close()
+    finally:
+        if rank == 1:
+            triaccel_ray.loop.decide = decide
+    return str(raised.value)
+
+
+def test_a_decision_that_differs_ends_the_run_at_once(workers: WorkerPool) -> None:
+    first, second = workers.run(2, unlike)
+    assert first == second
+    assert "the decision of tick 0 differs between ranks (rank 0: ..." in first
+    assert '"batch_size": 12,' in first.partition("rank 1: ")[0]
+    assert '"batch_size": 16,' in first.partition("rank 1: ")[2]

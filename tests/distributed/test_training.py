@@ -1,0 +1,177 @@
+"""Several ranks train one model: the same weights, samples, states and figures as one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.build import BF16, CountingSource, blobs, cross_entropy, loop_of, mlp, plain, shift_and_noise
+from tests.distributed.training import Unsteady, assert_close, fixed, listed, trained
+from tests.distributed.worker_pool import WorkerPool
+from triaccel_ray.config import ControlConfig, PrecisionConfig
+from triaccel_ray.data.sources import TensorSource
+from triaccel_ray.distributed.ranks import Ranks
+from triaccel_ray.loop import ControlLoop
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "config", "clip"),
+    [(98, fixed(12), False), (62, fixed(10, accumulate=3), True), (41, fixed(7), False)],
+    ids=["short last batch", "last batch smaller than the group, in parts, clipped", "shares that differ"],
+)
+def test_weights_and_losses_do_not_depend_on_the_number_of_ranks(
+    workers: WorkerPool, num_samples: int, config: ControlConfig, clip: bool
+) -> None:
+    (alone,) = workers.run(1, trained, num_samples, config, 30, None, clip)
+    for world_size in (2, 3):
+        found = workers.run(world_size, trained, num_samples, config, 30, None, clip)
+        for each in found:
+            assert each["weights"] == found[0]["weights"]  # to the bit
+            assert each["evaluation"] == found[0]["evaluation"]
+            assert_close(each["weights"], alone["weights"])
+            assert each["count"] == alone["count"]
+            assert each["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+            assert each["evaluation"] == pytest.approx(alone["evaluation"], rel=1e-5)
+
+
+def evaluated(rank: int, num_samples: int) -> list[float]:
+    loop, _ = loop_of(mlp(), blobs(24), fixed(12))
+    found = loop.evaluate(blobs(num_samples, seed=1))
+    loop.close()
+    return [found.loss, found.metrics["accuracy"], found.num_samples]
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 4])
+def test_an_evaluation_may_have_fewer_samples_than_there_are_ranks(workers: WorkerPool, num_samples: int) -> None:
+    (alone,) = workers.run(1, evaluated, num_samples)
+    assert workers.run(3, evaluated, num_samples) == [pytest.approx(alone)] * 3
+
+
+def profiled(rank: int, size: int) -> list[Any]:
+    """Micro-batch size and saved bytes of the memory profile that a run observes."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(24, 24), nn.Sigmoid()) for _ in range(3)]
+    loop, ticks = loop_of(nn.Sequential(nn.Linear(8, 24), *blocks, nn.Linear(24, 4)), blobs(96), fixed(size))
+    loop._training.steps.step.activations.request_costs()
+    for _ in range(8):
+        loop.step()
+    loop.close()
+    profile = ticks[-1].observation.profile
+    return [profile.micro_batch_size, [(each.name, each.saved_bytes) for each in profile.regions]]
+
+
+def test_the_memory_profile_of_a_batch_is_that_of_a_rank_with_its_share(workers: WorkerPool) -> None:
+    ((_, share),) = workers.run(1, profiled, 4)
+    assert workers.run(3, profiled, 12) == [[12, share]] * 3
+
+
+def drawn(rank: int, num_samples: int, config: ControlConfig, num_epochs: int) -> list[list[int]]:
+    """Indices of the samples that this rank drew in each epoch."""
+    source = CountingSource(*blobs(num_samples))
+    loop, _ = loop_of(mlp(), source, config)
+    found = []
+    for _ in range(num_epochs):
+        source.drawn.clear()
+        loop.train_epoch()
+        found.append(torch.cat([*source.drawn, torch.zeros(0, dtype=torch.int64)]).tolist())
+    loop.close()
+    return found
+
+
+@pytest.mark.parametrize(("num_samples", "size"), [(62, 10), (100, 7), (24, 12)])
+def test_each_sample_is_drawn_once_an_epoch_by_one_rank(workers: WorkerPool, num_samples: int, size: int) -> None:
+    shares = workers.run(3, drawn, num_samples, fixed(size), 2)
+    for epoch in range(2):
+        together = [index for share in shares for index in share[epoch]]
+        assert sorted(together) == list(range(num_samples))
+        sizes = [len(share[epoch]) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_checkpoint_is_resumed_on_another_number_of_ranks(workers: WorkerPool, world_size: int) -> None:
+    (whole,) = workers.run(1, trained, 98, fixed(12), 24)
+    first, second = workers.run(2, trained, 98, fixed(12), 11)
+    assert first["weights"] == second["weights"]
+    for each in workers.run(world_size, trained, 98, fixed(12), 13, first["state"]):
+        assert_close(each["weights"], whole["weights"])
+        assert each["count"] == whole["count"]
+        assert each["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+
+
+def saved(rank: int) -> dict[str, Any]:
+    loop, _ = loop_of(mlp(), blobs(96))
+    for _ in range(30):
+        loop.step()
+    state = loop.state_dict()
+    loop.close()
+    return plain(state)
+
+
+def test_ranks_hold_equal_states_apart_from_their_random_numbers_and_clocks(workers: WorkerPool) -> None:
+    first, second = workers.run(2, saved)
+    own = {"sampler", "random", "memory_peaks", "epoch_seconds", "adapting_ms", "sensors", "undecided"}
+    assert first.keys() == second.keys()
+    assert {name for name in first if first[name] != second[name]} <= own
+    differing = {name for name in first["sampler"] if first["sampler"][name] != second["sampler"][name]}
+    assert differing == {"generator", "rank"}
+
+
+def augmented(rank: int) -> dict[str, Any]:
+    source = TensorSource(*blobs(48), augment=shift_and_noise)
+    loop, _ = loop_of(mlp(), source, fixed(12))
+    first = torch.rand(2, generator=loop.sampler.generator).tolist()
+    loop.close()
+    return {"drawn": first, "order": loop.sampler._order.tolist()}
+
+
+def test_augmentation_differs_between_ranks_and_the_order_does_not(workers: WorkerPool) -> None:
+    first, second = workers.run(2, augmented)
+    assert first["order"] == second["order"]
+    assert first["drawn"] != second["drawn"]
+
+
+def test_a_process_alone_has_no_peers() -> None:
+    ranks = Ranks.found()
+    assert ranks.is_alone
+    assert (ranks.rank, ranks.world_size) == (0, 1)
+    assert ranks.gather("value") == ["value"]
+    assert not ranks.any(False)
+
+
+def mixed(rank: int) -> dict[str, Any]:
+    """A run in FP16 and BF16, in parts."""
+    precision = PrecisionConfig(enabled=False, initial=BF16, allow_slow_precisions=True)
+    model = mlp()
+    loop, _ = loop_of(model, blobs(62), replace(fixed(10, accumulate=2), precision=precision))
+    for _ in range(14):
+        loop.step()
+    loop.close()
+    return {"weights": listed(model)}
+
+
+def test_ranks_stay_equal_in_sixteen_bits(workers: WorkerPool) -> None:
+    first, second = workers.run(2, mixed)
+    assert first == second
+
+
+def branched(rank: int) -> dict[str, Any]:
+    """One step of SGD with weight decay on a model of which rank 0 does not reach all."""
+    model = Unsteady(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1)
+    loop = ControlLoop(model, optimizer, cross_entropy, blobs(24), config=fixed(12))
+    before = listed(model.branch)
+    loop.step()
+    found = {"weights": listed(model), "moved": listed(model.branch) != before}
+    loop.close()
+    return found
+
+
+def test_a_weight_that_one_rank_reaches_has_a_gradient_on_all(workers: WorkerPool) -> None:
+    first, second = workers.run(2, branched)
+    assert first == second
+    assert first["moved"]

@@ -1,0 +1,66 @@
+"""Training runs that each rank of a group makes, and what they have in common."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.build import QUIET, blobs, loop_of, mlp
+from triaccel_ray.config import BatchConfig, ControlConfig
+
+
+def fixed(size: int, *, accumulate: int = 1) -> ControlConfig:
+    """Returns settings for batches of one size, in FP32."""
+    batch = BatchConfig(
+        enabled=False, start=size, minimum=size, maximum=size, accumulate=accumulate, granularity=1, step_up=1,
+        step_down=1,
+    )  # fmt: skip
+    return replace(QUIET, batch=batch)
+
+
+def listed(model: nn.Module) -> list[list[float]]:
+    """Returns the parameters as lists, which processes can send."""
+    return [p.detach().flatten().tolist() for p in model.parameters()]
+
+
+def trained(
+    rank: int, num_samples: int, config: ControlConfig, num_steps: int, state: Any = None, clip: bool = False
+) -> dict[str, Any]:
+    """Returns weights, loss, state and evaluation after some steps; each rank begins with weights of its own."""
+    model = mlp(seed=rank)
+    data = blobs(num_samples)
+    loop, _ = loop_of(model, data, replace(config, clip_norm=0.5 if clip else None))
+    if state is not None:
+        loop.load_state_dict(copy.deepcopy(state))  # it arrives in memory that the ranks share
+    for _ in range(num_steps):
+        loop.step()
+    loss_sum, count = loop.epoch_loss.tolist()
+    saved = loop.state_dict()
+    evaluation = loop.evaluate(blobs(31, seed=1))
+    loop.close()
+    figures = [evaluation.loss, evaluation.metrics["accuracy"], evaluation.num_samples]
+    return {"weights": listed(model), "loss": loss_sum, "count": count, "state": saved, "evaluation": figures}
+
+
+def assert_close(first: list[list[float]], second: list[list[float]], *, within: float = 1e-5) -> None:
+    """Checks that no parameter differs by more than this share of its norm."""
+    for one, other in zip(first, second, strict=True):
+        a, b = torch.tensor(one), torch.tensor(other)
+        assert (a - b).norm() <= within * b.norm()
+
+
+class Unsteady(nn.Module):
+    """Has a branch that training reaches only while `is_open`, on rank 1 alone."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.trunk, self.branch = mlp(), nn.Linear(4, 4)
+        self.is_open = rank == 1
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.trunk(inputs)
+        return self.branch(outputs) if self.is_open else outputs
