@@ -13,48 +13,60 @@ from typing import Any
 import torch
 from torch import distributed
 
-SECONDS = 60
-"""Longest time that a job may take."""
+SECONDS = 300
+"""Longest time that a job may take, on a machine that is busy with other work."""
 
 
 class WorkerPool:
     """Runs functions on ranks; each rank is a process."""
 
     def __init__(self, size: int, backend: str = "gloo") -> None:
-        context = torch.multiprocessing.get_context("spawn")
+        self._size, self._backend = size, backend
         self._folder = tempfile.TemporaryDirectory()
-        self._jobs = [context.Queue() for _ in range(size)]
-        self._results = context.Queue()
         self._num_jobs = 0
+        self._start()
+
+    def _start(self) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self._jobs = [context.Queue() for _ in range(self._size)]
+        self._results = context.Queue()
         self._processes = [
-            context.Process(target=_work, args=(rank, backend, jobs, self._results), daemon=True)
+            context.Process(target=_work, args=(rank, self._backend, jobs, self._results), daemon=True)
             for rank, jobs in enumerate(self._jobs)
         ]
         for process in self._processes:
             process.start()
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Returns what `function(rank, *args)` returns on each rank of a group; one rank has no group."""
+        """Returns what `function(rank, *args)` returns on each rank of a group; one rank has no group.
+
+        The other ranks may wait for one that fails, so new processes replace them all.
+        """
         self._num_jobs += 1
         store = Path(self._folder.name) / str(self._num_jobs)
         for jobs in self._jobs[:world_size]:
-            jobs.put((self._num_jobs, world_size, str(store), function, args))
+            jobs.put((world_size, str(store), function, args))
         found: dict[int, Any] = {}
         while len(found) < world_size:
             try:
-                job, rank, result, error = self._results.get(timeout=SECONDS)
+                rank, result, error = self._results.get(timeout=SECONDS)
             except queue.Empty:
-                raise AssertionError(f"only ranks {sorted(found)} of {world_size} have ended") from None
-            if job == self._num_jobs:
-                assert not error, error
-                found[rank] = result
+                rank, result, error = -1, None, f"only ranks {sorted(found)} of {world_size} have ended"
+            if error:
+                self._kill()
+                self._start()
+                raise AssertionError(error)
+            found[rank] = result
         return [found[rank] for rank in range(world_size)]
 
-    def close(self) -> None:
-        """Ends the processes."""
+    def _kill(self) -> None:
         for process in self._processes:
             process.kill()
             process.join()
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._kill()
         self._folder.cleanup()
 
 
@@ -63,7 +75,7 @@ def _work(rank: int, backend: str, jobs: Any, results: Any) -> None:
     if backend == "nccl":
         torch.cuda.set_device(rank)
     while True:
-        job, world_size, store, function, args = jobs.get()
+        world_size, store, function, args = jobs.get()
         result, error = None, ""
         try:
             if world_size > 1:
@@ -72,7 +84,7 @@ def _work(rank: int, backend: str, jobs: Any, results: Any) -> None:
                     init_method=f"file://{store}",
                     rank=rank,
                     world_size=world_size,
-                    timeout=datetime.timedelta(seconds=20),
+                    timeout=datetime.timedelta(seconds=SECONDS),
                 )
             result = function(rank, *args)
         except BaseException:
@@ -80,4 +92,4 @@ def _work(rank: int, backend: str, jobs: Any, results: Any) -> None:
         finally:
             if distributed.is_initialized():
                 distributed.destroy_process_group()
-        results.put((job, rank, result, error))
+        results.put((rank, result, error))
