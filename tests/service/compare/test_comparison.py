@@ -17,15 +17,12 @@ from triaccel_ray.records.events import End, LogError
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.compare.comparison import (
-    CHOICES,
     COMPARISON,
+    FIXED_SETTING,
     READINGS,
-    Choices,
     Comparison,
     FixedSetting,
     MethodResults,
-    RecipeSample,
-    Tuned,
     final_runs,
     read_comparison,
     summary_metrics,
@@ -34,6 +31,7 @@ from triaccel_ray.service.compare.spec import ABLATION, ComparisonSpec
 from triaccel_ray.service.report.comparison import (
     comparison_tables,
     differences_grid,
+    paired_differences,
     values_grid,
     view_comparison,
 )
@@ -47,13 +45,7 @@ from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 
 METHODS = ("fp32", "amp", "engine-amp", "triaccel")
-CHOSEN = Choices(
-    fixed=FixedSetting(precision=Precision.FP32, batch_size=64),
-    tuned={
-        "amp": Tuned(trial="amp-recipe1", sample=RecipeSample(lr=2.0, weight_decay=0.5)),
-        "fixed": Tuned(trial="", sample=RecipeSample()),
-    },
-)
+CHOSEN = FixedSetting(precision=Precision.FP32, batch_size=64)
 
 
 def comparison(methods: tuple[str, ...] = METHODS, **settings: Any) -> ComparisonSpec:
@@ -84,21 +76,20 @@ def record_of(
 ) -> Comparison:
     """A comparison with all final runs finished; method k of seed s ends k + s * (1 + k / 10) above 80 %."""
     runs = {}
-    for name, run in final_runs(spec, CHOSEN).items():
+    fixed = CHOSEN if spec.num_fixed else None
+    for name, run in final_runs(spec, fixed).items():
         place = spec.all_methods.index(run.method)
         value = 80.0 + place + run.seed * (1.0 + place / 10)
         end = End(status="finished", results=dict.fromkeys(RESULT_HEADINGS, value / 10) | {"accuracy": value})
         runs[name] = replace(run_of(name), spec=run, end=end)
-    return Comparison(folder=folder, spec=spec, choices=CHOSEN, trials=trials or {}, runs=runs)
+    return Comparison(folder=folder, spec=spec, fixed=fixed, trials=trials or {}, runs=runs)
 
 
 def test_every_method_has_every_seed_the_test_set_and_what_was_chosen() -> None:
-    runs = final_runs(comparison(("fp32", "amp"), num_seeds=2, num_fixed=1, num_tuned=2), CHOSEN)
+    runs = final_runs(comparison(("fp32", "amp"), num_seeds=2, num_fixed=1), CHOSEN)
     assert set(runs) == {f"{method}-seed{seed}" for method in ("fp32", "amp", "fixed") for seed in (0, 1)}
     assert {run.purpose for run in runs.values()} == {Purpose.FINAL}
     assert all(name == f"{run.method}-seed{run.seed}" for name, run in runs.items())
-    recipe = FINAL_SPEC.recipe
-    assert runs["amp-seed0"].recipe == replace(recipe, lr=2.0 * recipe.lr, weight_decay=0.5 * recipe.weight_decay)
     fixed = runs["fixed-seed0"].method_control
     assert (fixed.batch.start, fixed.precision.initial) == (64, Precision.FP32)
     assert runs["fp32-seed0"] == replace(FINAL_SPEC, method="fp32")
@@ -133,15 +124,15 @@ def test_bad_comparisons_are_refused(settings: dict[str, Any], message: str) -> 
 
 
 def test_a_comparison_survives_its_file(tmp_path: Path) -> None:
-    spec, folder = comparison(ablation=True, num_fixed=2, num_tuned=3), tmp_path / "versus"
+    spec, folder = comparison(ablation=True, num_fixed=2), tmp_path / "versus"
     begin(folder, COMPARISON, spec)
     read = read_comparison(folder)
-    assert (read.spec, read.choices, read.runs, read.trials) == (spec, None, {}, {})
-    (folder / CHOICES).write_text(json.dumps(encode(CHOSEN), allow_nan=False))
-    assert read_comparison(folder).choices == CHOSEN
+    assert (read.spec, read.fixed, read.runs, read.trials) == (spec, None, {}, {})
+    (folder / FIXED_SETTING).write_text(json.dumps(encode(CHOSEN), allow_nan=False))
+    assert read_comparison(folder).fixed == CHOSEN
     assert set(read_comparison(folder).unfinished()) == set(final_runs(spec, CHOSEN))
-    (folder / CHOICES).write_text("{")
-    with pytest.raises(LogError, match=r"choices\.json cannot be read"):
+    (folder / FIXED_SETTING).write_text("{")
+    with pytest.raises(LogError, match=r"fixed\.json cannot be read"):
         read_comparison(folder)
     with pytest.raises(ValueError, match="exists already"):
         begin(folder, COMPARISON, spec)
@@ -243,37 +234,39 @@ def test_the_command_of_a_comparison_is_that_of_a_finished_run(tmp_path: Path) -
     assert view_comparison(replace(record, runs=runs)).command == ""  # nothing to compare with
 
 
-def test_differences_to_amp_are_paired_tested_and_corrected() -> None:
+def test_differences_to_amp_are_paired_with_intervals() -> None:
     amp = results("amp", 90.0, 91.0, 92.0)
     better = results("triaccel", 91.0, 93.0, 95.0, score=(1e6, 1e6, 1e6))  # differences 1, 2, 3
     steady = results("fp32", 91.0, 92.01, 92.99)  # differences 1, 1.01, 0.99
     grid = to_amp(amp, steady, better, results("fixed", 90.0))
     assert {len(row) for row in grid.rows} == {len(grid.header)}
     rows = {(row[0], row[1]): list(row[2:]) for row in grid.rows}
-    assert rows["triaccel", "test accuracy %"] == ["+2", "+2.2", "-0.484 to +4.48", "0.074", "0.074"]
-    assert rows["fp32", "test accuracy %"] == ["+1", "+1.1", "+0.975 to +1.02", "<0.001", "<0.001"]
-    assert rows["fixed", "test accuracy %"] == ["0", "0", "", "", ""]
+    assert rows["triaccel", "test accuracy %"] == ["+2", "+2.2", "-0.484 to +4.48"]  # 2 +- 4.302653 / sqrt(3)
+    assert rows["fp32", "test accuracy %"] == ["+1", "+1.1", "+0.975 to +1.02"]
+    assert rows["fixed", "test accuracy %"] == ["0", "0", ""]
     assert rows["triaccel", "score"][0] == "+999999"
-    assert "with so few seeds only large differences can be significant" in grid.note
 
 
 @pytest.mark.parametrize(
     ("amp", "fp32", "cells"),
     [
-        ((99.16, 99.16), (99.16 - 2e-14, 99.16), ["0", "0"]),  # but for rounding
-        ((99.16, 99.16), (99.16, 99.159), ["-0.0005", "0"]),
-        ((90.0, 91.0, 92.0), (91.0, 92.0, 93.0), ["+1", "+1.1", "+1 to +1", "no spread", "no spread"]),
-        ((90.0,), (99.0,), ["+9", "+10.0"]),
+        ((99.16, 99.16), (99.16 - 2e-14, 99.16), ["0", "0", ""]),  # but for rounding
+        ((99.16, 99.16), (99.16, 99.159), ["-0.0005", "0", ""]),
+        ((90.0, 91.0, 92.0), (91.0, 92.0, 93.0), ["+1", "+1.1", "+1 to +1"]),
+        ((90.0,), (99.0,), ["+9", "+10.0", ""]),
     ],
 )
-def test_differences_that_are_nothing_or_cannot_be_tested(
+def test_differences_that_are_nothing_or_of_few_seeds(
     amp: tuple[float, ...], fp32: tuple[float, ...], cells: list[str]
 ) -> None:
     grid = to_amp(results("amp", *amp), results("fp32", *fp32))
     assert list(grid.rows[0][2:]) == cells
     assert not to_amp(results("amp", *amp), results("fp32")).rows  # of an interrupted comparison
-    too_few = f"too few seeds for a test: {len(fp32)}, where 3 are needed"
-    assert (too_few in grid.note) == (len(grid.header) == 4) == (len(fp32) < 3)
+
+
+def test_only_seeds_that_both_have_are_compared() -> None:
+    values, reference = {0: 5.0, 1: 6.0, 2: 9.0, 7: 1e9}, {0: 4.0, 1: 4.0, 2: 4.0, 3: -1e9}
+    assert paired_differences(values, reference) == [1.0, 2.0, 5.0]
 
 
 def test_what_is_zero_everywhere_is_not_compared() -> None:
@@ -281,34 +274,32 @@ def test_what_is_zero_everywhere_is_not_compared() -> None:
     assert [row[1] for row in to_amp(amp, fp32).rows] == ["test accuracy %", "s/epoch", "process peak GB", "score"]
 
 
-def test_table_2_differs_from_the_row_above_and_from_standard() -> None:
+def test_table_2_differs_from_the_row_above() -> None:
     tables = {grid.title: grid for grid in comparison_tables(record_of(comparison(("fp32",), ablation=True)))}
     assert "AMP is not among the methods" in tables["Table 1, test samples, read once by each run"].note
     assert "Table 1, differences to AMP" not in tables
     assert [row[0] for row in tables["Table 2, the ablation"].rows] == list(ABLATION.values())
-    grids = [tables[f"Table 2, differences to {what}"] for what in ("the row above", "standard")]
-    cells = [[row[2] for row in grid.rows if row[1] == "test accuracy %"] for grid in grids]
-    assert cells == [["+1.1"] * 4, ["+1.1", "+2.2", "+3.3", "+4.4"]]
+    differences = tables["Table 2, differences to the row above"].rows
+    assert [row[2] for row in differences if row[1] == "test accuracy %"] == ["+1.1"] * 4
 
 
-def test_what_was_chosen_is_shown() -> None:
-    trials = named(ended("amp-recipe"), ended("amp-recipe1", accuracy=92.0), ended("fixed-fp32-64", accuracy=70.0))
-    *_, trained_with, chosen = comparison_tables(record_of(comparison(num_fixed=1, num_tuned=2), trials=trials))
+def test_what_each_method_trained_with_is_shown() -> None:
+    record = record_of(comparison((*METHODS, "amp-best"), num_fixed=1))
+    *_, trained_with = comparison_tables(record)
     rows = {row[0]: list(row[1:]) for row in trained_with.rows}
-    assert rows["fp32"][0] == "fp32"
-    assert rows["amp"] == ["autocast", "96", "0.2", "0.00025", "amp-recipe1"]
-    assert rows["best fixed"] == ["fp32", "64", "0.1", "0.0005", "recipe: no trial ran to its end"]
-    assert rows["triaccel"] == ["per layer, from bf16", "32 to 160, from 96", "0.1", "0.0005", "recipe"]
-    assert [row[0] for row in chosen.rows] == ["amp-recipe", "amp-recipe1 *", "fixed-fp32-64 *"]
-    assert "at least 89.00 %" in chosen.note
-    assert {len(row) for row in chosen.rows} == {len(chosen.header)}
+    assert rows["fp32"] == ["fp32", "96", "0.1", "0.0005"]
+    assert (rows["amp"][0], rows["amp-best"][0]) == ("autocast", "autocast, compiled")
+    assert rows["best fixed"] == ["fp32", "64", "0.1", "0.0005"]
+    assert rows["triaccel"] == ["per layer, from bf16", "32 to 160, from 96", "0.1", "0.0005"]
+    assert trained_with.note.startswith("best fixed: the best score of 1 on validation samples")
+    not_yet = comparison_tables(replace(record, fixed=None))
+    assert trained_with.title not in [grid.title for grid in not_yet]
 
 
 def test_a_comparison_is_written_as_markdown_and_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trials = named(ended("amp-recipe"), ended("fixed-fp32-64"))
     spec = comparison(ablation=True, num_fixed=1)
     spec = replace(spec, base=replace(spec.base, trials_per_gpu=2))
-    record = record_of(spec, tmp_path, trials)
+    record = record_of(spec, tmp_path, named(ended("amp"), ended("fixed-fp32-64")))
     log = SimulatedRun(tmp_path / "a run").complete(epochs=1)
     died = End(status="failed", cause="out_of_memory", message="not even one sample fits")
     runs = {name: replace(run, folder=log) for name, run in record.runs.items()}
@@ -320,20 +311,15 @@ def test_a_comparison_is_written_as_markdown_and_as_a_page(tmp_path: Path, capsy
     said, markdown, page = capsys.readouterr().out, (tmp_path / "comparison.md").read_text(), view.page.read_text()
     best = spec.table_1[-1]
     tables, command = comparison_tables(record), f"triaccel run --from {tmp_path}/{best}-seed0"
-    assert "to train with best fixed, which has the best score:" in said
     for shown in (said, markdown, page):
         assert all(grid.title in shown for grid in tables)
-    marked = [grid.title.split(",")[0] for grid in tables if "GPUs shared by 2 runs each" in grid.note]
-    assert marked == ["Table 1", "Table 2", "What was chosen on validation samples"]
-    assert command in said
-    assert command in page
-    assert page.count("data:image/png;base64") == 2
-    assert "on the way there is the training loss alone" in page
-    assert "amp-seed1 failed (out_of_memory) after epoch 2: not even one sample fits" in said
-    assert "not even one sample fits</td>" in page
+    assert [grid.title[:7] for grid in tables if "GPUs shared by 2 runs each" in grid.note] == ["Table 1", "Table 2"]
+    for shown in (said, page):
+        assert f"to train with best fixed, which has the best score:\n{command}" in shown
+        assert "amp-seed1 failed (out_of_memory) after epoch 2: not even one sample fits" in shown
+        assert "fp32-seed0 is missing: it was asked for and has not begun\ntriaccel-seed2 is missing" in shown
+    assert page.count("data:image/png;base64") == 1
     assert f"triaccel compare --from {tmp_path}" in page
-    assert "fp32-seed0 is missing: it was asked for and has not begun\ntriaccel-seed2 is missing" in said
-    assert "<th>triaccel-seed2</th>" in page
 
 
 def test_a_comparison_that_has_just_begun_can_be_looked_at(tmp_path: Path) -> None:

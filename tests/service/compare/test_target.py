@@ -14,7 +14,7 @@ from tests.service.records import FINAL_SPEC, run_of
 from tests.service.worker_factory import WorkerFactory, records, train
 from triaccel_ray.records.events import End, Epoch
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.compare.comparison import Choices, Comparison, MethodResults, final_runs
+from triaccel_ray.service.compare.comparison import Comparison, MethodResults, final_runs
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.report.comparison import comparison_tables
 from triaccel_ray.service.report.provenance import run_notes
@@ -57,7 +57,7 @@ def test_a_target_is_reached_in_the_first_epoch_that_is_as_good(
     run: RunRecord, costs: dict[str, float], note: str | None
 ) -> None:
     assert run.to_target == {f"{name}_to_target": value for name, value in costs.items()}
-    found = [line for line in run_notes(run) if line.startswith("target")]
+    found = [line for line in run_notes(run).splitlines() if line.startswith("target")]
     assert len(found) == (note is not None)
     assert note is None or note in found[0]
 
@@ -135,11 +135,11 @@ def test_a_comparison_with_a_target_says_what_its_runs_trained_on(tmp_path: Path
     end = End(status="finished", results={**results, "joules": 1000.0})
     last = {"amp": 95.0, "triaccel": 95.0, "fp32": 94.5}
     runs = {}
-    for name, run in final_runs(spec, Choices()).items():
+    for name, run in final_runs(spec, None).items():
         is_late = name == "fp32-seed2"  # which never gets there
         epochs = judged(90.0, 90.0 if is_late else last[run.method], target=94.0).epochs
         runs[name] = replace(run_of(name), spec=run, epochs=epochs, end=end)
-    record = Comparison(folder=tmp_path, spec=spec, choices=Choices(), runs=runs)
+    record = Comparison(folder=tmp_path, spec=spec, runs=runs)
     main, readings, differences, *_ = comparison_tables(record)
     assert "trained without the validation samples, which judged each epoch" in main.note
     assert "whole run J" in main.header

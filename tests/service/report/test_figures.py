@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
-from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 from matplotlib.text import Text
@@ -22,23 +20,17 @@ from PIL import Image
 
 from tests.service.browser import num_colours
 from tests.service.build import CONTROL, RESNET, SMALL, SimulatedRun
-from triaccel_ray.measure.memory import MIB
-from triaccel_ray.records.events import Epoch, Event, Start, Tick, read_events
+from tests.service.records import RUN_SPEC
+from triaccel_ray.records.events import Epoch, Event, Tick, read_events
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.records.plan import Fault, FaultKind, Precision, Storage
-from triaccel_ray.records.signals import MemoryProfile, RegionSignal
+from triaccel_ray.records.plan import Fault, FaultKind, Precision
 from triaccel_ray.service.report.drawing import PRECISION_COLORS
-from triaccel_ray.service.report.figures import (
-    PICTURES,
-    curvature_and_lr,
-    draw_run,
-    memory_plan,
-    precision_heatmap,
-    run_figures,
-)
-from triaccel_ray.service.report.many_runs import Curve, front, learning_curves
+from triaccel_ray.service.report.figures import draw_run, precision_heatmap, run_figures
+from triaccel_ray.service.report.many_runs import front
 from triaccel_ray.service.report.overview import overview, step_edges
 from triaccel_ray.service.runs.objective import Figures
+from triaccel_ray.service.runs.record import read_run
+from triaccel_ray.service.storage.layout import SPEC, write_value
 
 T = TypeVar("T")
 
@@ -78,21 +70,22 @@ def heights(figure: Figure, title: str, label: str = "") -> list[float]:
 
 
 def test_a_run_has_the_pictures_that_it_has_data_for_drawn_again_where_its_log_is_newer(tmp_path: Path) -> None:
-    SimulatedRun(tmp_path, names=RESNET, has_pictures=False).complete(epochs=2)
-    paths = run_figures(tmp_path)
-    assert [path.stem for path in paths] == [name for name in PICTURES if name != "memory_plan"]  # nothing to plan
+    made = SimulatedRun(tmp_path, names=RESNET, has_pictures=False)
+    made.complete(epochs=2)
+    write_value(tmp_path / SPEC, RUN_SPEC)
+    run = read_run(tmp_path)
+    paths = run_figures(run)
+    assert [path.stem for path in paths] == ["overview", "precision"]
     for path in paths:
         with Image.open(path) as picture:
             assert 900 <= picture.size[0] <= 1400
             assert num_colours(np.asarray(picture.convert("RGB"))) > 30
     times = [path.stat().st_mtime_ns for path in paths]
-    assert [path.stat().st_mtime_ns for path in run_figures(tmp_path)] == times
-    (tmp_path / "events.jsonl").touch()
-    assert [path.stat().st_mtime_ns for path in run_figures(tmp_path)] > times
-
-    events = list(read_events(tmp_path / "events.jsonl"))
-    assert list(draw_run(event for event in events if not isinstance(event.record, Tick))) == ["overview"]
-    assert draw_run(event for event in events if isinstance(event.record, Start)) == {}
+    assert [path.stat().st_mtime_ns for path in run_figures(run)] == times
+    made.path.touch()
+    assert [path.stat().st_mtime_ns for path in run_figures(run)] > times
+    assert list(draw_run(replace(run, ticks=()))) == ["overview"]
+    assert draw_run(replace(run, ticks=(), epochs=())) == {}
 
 
 def test_the_heatmap_shows_each_precision_as_long_as_it_was_in_force(tmp_path: Path) -> None:
@@ -109,28 +102,6 @@ def test_the_heatmap_shows_each_precision_as_long_as_it_was_in_force(tmp_path: P
         assert areas[level] / sum(areas.values()) == pytest.approx(counts[level] / sum(counts.values()), abs=0.02)
     assert min(counts.values()) > 0
     assert {*RESNET, "digits", "optimizer step", "Precision of each layer"} <= texts(figure)
-
-
-def test_the_memory_plan_shows_what_each_region_keeps_and_what_is_freed(tmp_path: Path) -> None:
-    tick = of_kind(Tick, events_of(tmp_path, epochs=1))[-1]
-    regions = tuple(
-        RegionSignal(
-            name=name, saved_bytes=saved * MIB, input_bytes=10 * MIB, offloadable_bytes=30 * MIB, forward_ms=1.0,
-            backward_ms=2.0,
-        )
-        for name, saved in (("stem", 40), ("body", 60), ("head", 50))
-    )  # fmt: skip
-    plan = replace(tick.observation.plan, storage={"body": Storage.RECOMPUTE, "head": Storage.OFFLOAD})
-    profile = MemoryProfile(regions=regions, micro_batch_size=8)
-    planned = replace(tick, observation=replace(tick.observation, plan=plan, profile=profile))
-    figure = memory_plan([planned, tick], subtitle="digits")
-    (axes,) = figure.axes
-    kept, freed = (
-        [bar.get_width() for bar in container] for container in axes.containers if isinstance(container, BarContainer)
-    )
-    assert kept == [40, 10, 20]
-    assert freed == [0, 50, 30]
-    assert {"stem", "body", "head", "kept  70 MiB", "recomputed  50 MiB", "offloaded  30 MiB"} <= texts(figure)
 
 
 def test_names_of_many_layers_are_shortened_and_thinned(tmp_path: Path) -> None:
@@ -206,50 +177,6 @@ def test_labels_of_the_memory_limits_are_apart(tmp_path: Path, rho_low: float, i
     memory = tick.observation.memory
     room_gb = (memory.attainable_bytes - memory.idle_bytes) / 1e9
     assert places["limit"] - places["rho_high 98%"] == pytest.approx(0.08 * room_gb)
-
-
-def test_curvature_is_coloured_by_depth(tmp_path: Path) -> None:
-    figure = curvature_and_lr(of_kind(Tick, events_of(tmp_path, RESNET, epochs=4)), CONTROL.curvature)
-    upper, _, bar = figure.axes
-    colors = [line.get_color() for line in upper.lines[: len(RESNET)]]
-    assert len({tuple(color) for color in colors}) == len(RESNET)
-    assert {"input", "output", "conv1", "fc", "tau_curv"} <= texts(figure)
-    assert bar.get_ylim()[0] > bar.get_ylim()[1]
-    low = curvature_and_lr(of_kind(Tick, events_of(tmp_path / "low")), replace(CONTROL.curvature, tau_curv=1e9))
-    assert "tau_curv" not in texts(low)
-
-
-@pytest.mark.parametrize("measured", [False, True])
-def test_no_eigenvalue_above_zero_is_said(tmp_path: Path, measured: bool) -> None:
-    (*_, tick) = of_kind(Tick, events_of(tmp_path, epochs=1, measures_curvature=measured))
-    layers = tick.decision.state.layers
-    pairs = zip(layers.items(), (0.0, -1.0, math.nan), strict=True)
-    flat = {name: replace(layer, eigenvalues=(value,)) for (name, layer), value in pairs}
-    state = replace(tick.decision.state, layers=flat if measured else layers)
-    said = texts(curvature_and_lr([replace(tick, decision=replace(tick.decision, state=state))], CONTROL.curvature))
-    assert any("no curvature was measured" in text for text in said)
-
-
-def test_curves_of_many_runs_go_over_epochs_and_seconds(tmp_path: Path) -> None:
-    epochs = of_kind(Epoch, events_of(tmp_path, epochs=4))
-    curves = [
-        Curve(label="trial", color="#0072B2", epochs=epochs),
-        Curve(label="trial", color="#0072B2", epochs=epochs[:2], pruned=True),
-        Curve(label="AMP", color="#D98200", epochs=epochs),
-    ]
-    figure = learning_curves(curves, Goal(), subtitle="a search")
-    over_epochs, over_seconds = (axes_titled(figure, f"Validation accuracy over {what}") for what in ("epochs", "time"))
-    assert over_epochs.lines[0].get_ydata().tolist() == [epoch.held_out(Goal()) for epoch in epochs]
-    assert over_seconds.lines[0].get_xdata()[1] == pytest.approx(epochs[0].seconds + epochs[1].seconds)
-    assert sum(line.get_marker() == "x" for line in over_epochs.lines) == 1
-    assert axes_titled(figure, "Time").lines[0].get_ydata().tolist() == [epoch.seconds for epoch in epochs]
-    speeds = axes_titled(figure, "Speed").lines[0].get_ydata().tolist()
-    assert speeds == [epoch.images_per_second for epoch in epochs]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["trial", "AMP"]
-
-    unseen = learning_curves([Curve(label="amp", color="#D98200", epochs=blind(epochs))], Goal())
-    losses = axes_titled(unseen, "Training loss over epochs").lines[0].get_ydata().tolist()
-    assert losses == [epoch.train_loss for epoch in epochs]
 
 
 few_values = st.sampled_from([0.0, 1.0, 2.0, 3.0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from triaccel_ray.records.events import End, EventLog, Interruption, Start
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Applied, Fault, FaultKind
 from triaccel_ray.service.report.provenance import about, run_notes, troubles
-from triaccel_ray.service.report.report import REPORT, Section, write_page
+from triaccel_ray.service.report.report import REPORT, Part, View, with_page
 from triaccel_ray.service.report.run import result_grid, run_grid
 from triaccel_ray.service.report.tables import Grid
 from triaccel_ray.service.report.view import view_at
@@ -32,10 +31,6 @@ VERSIONS = {"triaccel-ray": "0.1", "torch": "2.15", "python": "3.11"}
 INFO = {"hardware": "a GPU", "host": "box", "commit": "abc-dirty", **VERSIONS}
 
 
-def page_of(tmp_path: Path, *sections: Section, title: str = "a run") -> str:
-    return write_page(tmp_path, title, sections).read_text()
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> RunRecord:
     made = SimulatedRun(tmp_path / "one", info=INFO, parameters={"memory_limit_bytes": 2**31})
@@ -44,54 +39,35 @@ def run(tmp_path: Path) -> RunRecord:
     return read_run(made.folder)
 
 
+EVIL = "<script>document.title = 'taken over'</script>"
+
+
+def page_of(folder: Path, *parts: Part, title: str = "a run", details: Sequence[Part] = ()) -> str:
+    return with_page(View(folder=folder, title=title, parts=parts, details=details, rows=[])).page.read_text()
+
+
 def test_a_page_holds_everything_in_order_and_can_be_sent_to_anybody(tmp_path: Path) -> None:
-    picture, evil = tmp_path / "it's.png", "<script>alert('&')</script>"
+    picture = tmp_path / "it's.png"
     picture.write_bytes(PICTURE)
-    grid = Grid(header=("a", "b"), rows=[("1", "2"), ("3", evil)], note="of four")
-    first = Section(title="Result", facts={"seed": "0"}, text="all is well", table=grid)
-    empty = Section(title="nothing", table=Grid(header=("a",), rows=[]))
-    last = Section(title="Next", command=evil, notice="beware", pictures=[picture])
-    page = page_of(tmp_path, first, empty, last, Section(title="More", text=evil, folded=True), title=evil)
+    grid = Grid(header=("a", "b"), rows=[("1", "2"), ("3", EVIL)], title="Result", note="of four")
+    page = page_of(tmp_path, "all is well", grid, "", picture, EVIL, title=EVIL, details=["more"])
     picture.unlink()
     tags = Tags(page)
-    texts = ["Result", "seed", "0", "all is well", "a", "b", "1", "2", "3", evil, "of four", "Next", "beware", evil]
-    assert tags.texts[-len(texts) - 3 : -1] == [*texts, "More", evil]  # before the script
-    assert [tags.count(name) for name in ("h2", "table", "pre", "img", "details")] == [2, 2, 1, 1, 1]
-    assert tags.count("script") == 1  # the page's own
+    texts = [EVIL, EVIL, "all is well", "Result", "a", "b", "1", "2", "3", EVIL, "of four", EVIL, "more"]
+    assert tags.texts[-len(texts) :] == texts
+    assert [tags.count(name) for name in ("h2", "table", "img", "script")] == [1, 1, 1, 0]
     ((_, image),) = [tag for tag in tags.tags if tag[0] == "img"]
     assert base64.b64decode((image["src"] or "").removeprefix("data:image/png;base64,")) == PICTURE
     assert image["alt"] == "it's"
+    # It needs nothing from elsewhere.
+    assert not re.search(r"https?:|//[a-z]|url\(|@import", re.sub(r"base64,[^']*", "", page))
+    assert not {"link", "iframe", "object"} & {tag for tag, _ in tags.tags}
 
 
 @needs_chromium
-def test_a_page_runs_its_own_script_alone(tmp_path: Path) -> None:
-    page = page_of(tmp_path, Section(title="Result"))
-    script = "<script>document.title = 'taken over'</script></html>"
-    (tmp_path / "evil.html").write_text(page.replace("</html>", script))
+def test_a_page_runs_no_script(tmp_path: Path) -> None:
+    (tmp_path / "evil.html").write_text(page_of(tmp_path, "Result").replace("</html>", f"{EVIL}</html>"))
     assert "<title>a run</title>" in shown(f"file://{tmp_path / 'evil.html'}", tmp_path)
-    policy, own = re.search("'sha256-(.*?)'", page), re.search("<script>(.*?)</script>", page, re.DOTALL)
-    assert policy is not None
-    assert own is not None
-    assert base64.b64decode(policy[1]) == hashlib.sha256(own[1].encode()).digest()
-
-
-@needs_chromium
-def test_a_click_on_a_heading_sorts_the_table(tmp_path: Path) -> None:
-    rows = [("amp", "1,200", "98.5 ± 1"), ("fp32", "90", ""), ("triaccel", "<0.5", "97.2 *"), ("mine", "", "99")]
-    page = page_of(tmp_path, Section(title="Result", table=Grid(header=("method", "score", "accuracy"), rows=rows)))
-
-    def first_cells(*headings: int) -> list[str]:
-        """What a browser shows after clicks; the page itself would not run the script that clicks."""
-        clicks = "".join(f"document.querySelectorAll('th')[{heading}].click();" for heading in headings)
-        open_page = re.sub("<meta http-equiv[^>]*>", "", page).replace("</html>", f"<script>{clicks}</script></html>")
-        path = tmp_path / "clicked.html"
-        path.write_text(open_page)
-        return re.findall("<tr><td>(.*?)</td>", shown(f"file://{path}", tmp_path))
-
-    assert first_cells(1) == ["amp", "fp32", "triaccel", "mine"]
-    assert first_cells(1, 1) == ["triaccel", "fp32", "amp", "mine"]
-    assert first_cells(2) == ["mine", "amp", "triaccel", "fp32"]
-    assert first_cells(0, 0) == ["amp", "fp32", "mine", "triaccel"]
 
 
 def test_a_page_of_code_of_ones_own_names_no_recipe(tmp_path: Path) -> None:
@@ -99,27 +75,21 @@ def test_a_page_of_code_of_ones_own_names_no_recipe(tmp_path: Path) -> None:
     log.append(Start(control=ControlConfig(batch=BatchConfig(start=64))))
     log.close()
     page = view_at(StoragePath.of(tmp_path)).page.read_text()
-    assert "batch 64, elastic from 32 to 512" in page
     assert "t_ctrl = 50" in page
-    assert not any(text in page for text in ("warm-up", "learning rate", "momentum", "lr = ", "<th>seed"))
+    assert not any(text in page for text in ("momentum", "lr = ", "<td>seed"))
 
 
 def test_a_runs_page_says_where_it_comes_from_and_holds_all_settings(run: RunRecord) -> None:
-    facts = about(run.spec, [run], {"seed": "3"}, "triaccel run x").facts
+    facts = dict(about(run.spec, [run], {"seed": "3"}, "triaccel run x").rows)
     assert (facts["task"], facts["seed"], facts["to repeat"]) == ("cifar10-resnet18", "3", "triaccel run x")
     assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d UTC, within 0:00:0\d", facts["date"])
     assert (facts["hardware"], facts["commit"]) == ("a GPU (host box)", "abc-dirty")
     assert facts["versions"] == "triaccel-ray 0.1, torch 2.15, python 3.11"
-    short = replace(run.spec, recipe=replace(run.spec.recipe, epochs=2))
-    assert "2 epochs, 1 of them warm-up" in about(short, [run], {}, "").facts["settings"]
-    for part in ("30 epochs, 5 of them warm-up", "learning rate 0.1", "batch 96, elastic from 32 to 512", "2 GiB"):
-        assert part in facts["settings"]
 
     view = view_at(StoragePath.of(run.folder))
     assert view.page == run.folder / REPORT
     texts = Tags(view.page.read_text()).texts
-    assert f"triaccel run --from {run.folder}" in texts
-    assert {"triaccel: the full control loop", "finished", "All settings", "Result", "Epochs"} <= set(texts)
+    assert {f"triaccel run --from {run.folder}", "triaccel: the full control loop", "finished", "result"} <= set(texts)
     assert any("\nweight_decay = 0.0005\n" in text for text in texts)
     assert [row["epoch"] for row in view.rows] == [1, 2]
 
@@ -129,13 +99,13 @@ def test_failures_say_when_why_and_where_the_traceback_is(run: RunRecord) -> Non
     died = replace(run, end=End(status="failed", cause="non_finite", message="the training loss is nan"))
     back = Interruption(cause="preempted", message="node lost", epoch=1)
     lost = replace(run, end=None, epochs=(), interruptions=(back,))
-    assert troubles({"a": died, "b": lost, "d": run}, ["e"], {"f": "line 1"}) == {
-        "a": f"failed (non_finite) after epoch 2: the training loss is nan (traceback: {run.folder / ERROR})",
-        "b": "is unfinished before its first epoch ended: it still trains, or its process was lost; was interrupted "
+    assert troubles({"a": died, "b": lost, "d": run}, ["e"], {"f": "line 1"}).splitlines() == [
+        f"a failed (non_finite) after epoch 2: the training loss is nan (traceback: {run.folder / ERROR})",
+        "b is unfinished before its first epoch ended: it still trains, or its process was lost; was interrupted "
         "(preempted): node lost",
-        "f": "is left out: line 1",
-        "e": "is missing: it was asked for and has not begun",
-    }
+        "f is left out: line 1",
+        "e is missing: it was asked for and has not begun",
+    ]
 
 
 def with_faults(run: RunRecord, *faults: Fault) -> RunRecord:
@@ -161,7 +131,7 @@ def faults(kind: FaultKind, phase: str, *batch_sizes: int) -> list[Fault]:
     ],
 )
 def test_faults_are_counted_or_explained_once(run: RunRecord, seen: Sequence[Fault], notes: list[str]) -> None:
-    assert list(run_notes(with_faults(run, *seen))) == notes
+    assert run_notes(with_faults(run, *seen)).splitlines() == notes
 
 
 def test_what_adapting_took_and_shared_gpus_are_told(run: RunRecord) -> None:
@@ -169,7 +139,7 @@ def test_what_adapting_took_and_shared_gpus_are_told(run: RunRecord) -> None:
     applied = Applied(plan=quiet.ticks[0].applied.plan, adapt_ms=1250.0, evicted=("batch 96", "batch 64"))
     ticks = tuple(replace(tick, applied=applied) for tick in quiet.ticks[:2])
     shared = replace(quiet, ticks=ticks, spec=replace(run.spec, trials_per_gpu=3))
-    sharing, adapting = run_notes(shared)
+    sharing, adapting = run_notes(shared).splitlines()
     assert "GPUs shared by 3 runs each" in sharing
     assert adapting.startswith("adapting took 2.5 s of the run")
     assert adapting.endswith("4 captured steps were dropped")

@@ -286,7 +286,7 @@ def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
     with resumable(resume_command, place), mirrored(place), recorded as log:
         with _ray(where, resume_command):
             num_gpus = gpus_of_a_run(base, where.address)
-            if read_comparison(folder).choices is None:
+            if spec.num_fixed and read_comparison(folder).fixed is None:
                 title = f"{base.task}: trials on validation samples"
                 with Progress(title, folder / comparison.TRIALS, goal=base.goal):
                     choose(spec, place, num_gpus=num_gpus, shared=_share_samples(trial_of(base)))

@@ -22,12 +22,10 @@ from triaccel_ray.trainables.task import Purpose
 
 _WAY_OUT = "begin a new comparison"
 COMPARISON = "comparison.json"
-CHOICES = "choices.json"
+FIXED_SETTING = "fixed.json"
 TRIALS = "trials"
 REFERENCE = "amp"
 """The method that the others are tested against."""
-REFERENCE_TRIAL = f"{REFERENCE}-recipe"
-"""Name of its trial with the recipe as it is, which fixed settings are judged against."""
 TRAINING_SECONDS = "training_seconds"
 """Figure of a run: seconds of all its epochs, compilation, captures and changes of plan included."""
 READINGS: Mapping[str, tuple[str, str]] = {
@@ -69,45 +67,6 @@ class FixedSetting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecipeSample:
-    """Factors on the recipe's learning rate and weight decay."""
-
-    lr: float = 1.0
-    weight_decay: float = 1.0
-
-    def onto(self, spec: RunSpec) -> RunSpec:
-        """Returns `spec` with both factors applied."""
-        lr, weight_decay = spec.recipe.lr * self.lr, spec.recipe.weight_decay * self.weight_decay
-        return replace(spec, recipe=replace(spec.recipe, lr=lr, weight_decay=weight_decay))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tuned:
-    """The sample of learning rate and weight decay that a method trains with."""
-
-    trial: str
-    """Name of the trial that won; empty if none finished, which leaves the recipe as it is."""
-    sample: RecipeSample
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """Settings that were chosen on the validation samples; empty if there was nothing to choose."""
-
-    fixed: FixedSetting | None = None
-    tuned: Mapping[str, Tuned] = field(default_factory=dict)
-
-    def onto(self, base: RunSpec, method: str) -> RunSpec:
-        """Returns `base` as a run of `method`, with the settings chosen for it."""
-        spec = replace(base, method=method)
-        if method == FIXED and self.fixed is not None:
-            spec = self.fixed.onto(spec)
-        if method in self.tuned:
-            spec = self.tuned[method].sample.onto(spec)
-        return spec
-
-
-@dataclass(frozen=True, kw_only=True)
 class MethodResults:
     """The finished final runs of one method."""
 
@@ -146,8 +105,8 @@ class Comparison:
 
     folder: Path
     spec: ComparisonSpec
-    choices: Choices | None
-    """None until the settings have been chosen."""
+    fixed: FixedSetting | None = None
+    """The fixed setting that the trials chose; None until then, and if none was asked for."""
     trials: Mapping[str, RunRecord] = field(default_factory=dict)
     """Runs on the validation samples, by name."""
     runs: Mapping[str, RunRecord] = field(default_factory=dict)
@@ -157,7 +116,7 @@ class Comparison:
         """Returns the final runs still to be done; a run that failed because of its configuration counts as done."""
         return {
             name: spec
-            for name, spec in final_runs(self.spec, self.choices or Choices()).items()
+            for name, spec in final_runs(self.spec, self.fixed).items()
             if name not in self.runs or not self.runs[name].has_outcome
         }
 
@@ -176,12 +135,15 @@ class Comparison:
         return MethodResults(method=method, by_seed=by_seed)
 
 
-def final_runs(spec: ComparisonSpec, choices: Choices) -> dict[str, RunSpec]:
+def final_runs(spec: ComparisonSpec, fixed: FixedSetting | None) -> dict[str, RunSpec]:
     """Returns every final run by its name, `METHOD-seedN`; the seeds are the same for all methods."""
+    bases = {method: replace(spec.base, method=method) for method in spec.all_methods}
+    if fixed is not None:
+        bases[FIXED] = fixed.onto(spec.base)
     return {
-        f"{method}-seed{seed}": replace(choices.onto(spec.base, method), seed=seed, purpose=Purpose.FINAL)
+        f"{method}-seed{seed}": replace(base, seed=seed, purpose=Purpose.FINAL)
         for seed in range(spec.num_seeds)
-        for method in spec.all_methods
+        for method, base in bases.items()
     }
 
 
@@ -194,15 +156,13 @@ def read_comparison(folder: Path) -> Comparison:
     if not (folder / COMPARISON).exists():
         raise LogError(f"folder {folder} holds no comparison ({COMPARISON} is missing)")
     spec = read_value(ComparisonSpec, folder / COMPARISON, _WAY_OUT)
-    choices = None if spec.needs_trials else Choices()
-    if (folder / CHOICES).exists():
-        choices = read_value(Choices, folder / CHOICES, _WAY_OUT)
+    is_chosen = (folder / FIXED_SETTING).exists()
     names = [f"{method}-seed{seed}" for seed in range(spec.num_seeds) for method in spec.all_methods]
     trials = sorted((folder / TRIALS).glob("*"))
     return Comparison(
         folder=folder,
         spec=spec,
-        choices=choices,
+        fixed=read_value(FixedSetting, folder / FIXED_SETTING, _WAY_OUT) if is_chosen else None,
         trials={path.name: run for path in trials if (run := read_if_begun(path)) is not None},
         runs={name: run for name in names if (run := read_if_begun(folder / name)) is not None},
     )

@@ -34,9 +34,6 @@ class ComparisonSpec:
     num_fixed: int = knob(0, "[0, inf)", option="fixed")
     """Fixed settings to try on validation samples: pairs of precision and batch size. The best becomes the row `fixed`.
     Give as many as the search had trials."""
-    num_tuned: int = knob(0, "[0, inf)", option="tune_baselines")
-    """Learning rates and weight decays to try for each method on validation samples. The task's recipe counts as one.
-    """
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -61,8 +58,3 @@ class ComparisonSpec:
     def all_methods(self) -> tuple[str, ...]:
         """Every method that is trained, once."""
         return tuple(dict.fromkeys((*self.table_1, *self.table_2)))
-
-    @property
-    def needs_trials(self) -> bool:
-        """Whether trials on validation samples choose settings before the final runs."""
-        return self.num_fixed > 0 or self.num_tuned > 0

@@ -4,41 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, NullLocator
-
 from triaccel_ray.decide.throughput import EFFICIENT_SHARE
 from triaccel_ray.records.events import Throughput
 from triaccel_ray.service.cli.options import repeat_command
-from triaccel_ray.service.report import drawing
-from triaccel_ray.service.report.drawing import GRAY, NAVY, ORANGE, PLAIN, panel, save
-from triaccel_ray.service.report.provenance import TROUBLES, about, run_notes, trouble_lines, troubles
-from triaccel_ray.service.report.report import Section, View, write_page
 from triaccel_ray.service.report.tables import STAR, Grid, joined
 from triaccel_ray.service.runs.record import RunRecord
-from triaccel_ray.service.storage.layout import FIGURES
 from triaccel_ray.service.units import counted
-
-
-def view_batch_sizes(run: RunRecord) -> View:
-    """Returns the view of the batch sizes that a run timed; draws the curve and writes the page."""
-    grid, command = batch_grid(run), _command(run)
-    sentence, notes, found = recommendation(run), "\n".join(run_notes(run)), troubles({run.name: run})
-    pictures = [save(batch_curve(run), run.folder / FIGURES / "batch_sizes.png")] if _timed(run) else []
-    facts = {"status": run.status, "seed": str(run.spec.seed)}
-    sections = (
-        about(run.spec, [run], facts, repeat_command("tune-batch", run.folder)),
-        Section(title="Efficient batch size", text=sentence, command=command),
-        Section(title="Speed of each batch size", text=notes, table=grid, pictures=pictures),
-        Section(title=TROUBLES, facts=found),
-    )
-    return View(
-        folder=run.folder,
-        shown=[grid, notes, trouble_lines(found), "\n".join(filter(None, (sentence, command)))],
-        rows=grid.as_dicts(),
-        page=write_page(run.folder, f"{run.name}: batch sizes of {run.spec.task}", sections),
-        command=command,
-    )
 
 
 def batch_grid(run: RunRecord) -> Grid:
@@ -83,28 +54,6 @@ def recommendation(run: RunRecord) -> str:
     )
 
 
-def batch_curve(run: RunRecord) -> Figure:
-    """Returns samples per second over batch size, with the efficient size and the share of the best that it needs."""
-    timed, efficient = _timed(run), _efficient(run)
-    rates = {size: 1e3 / timed[size] for size in sorted(timed)}
-    figure = drawing.new_figure(8.0, 4.6)
-    axes = figure.subplots()
-    panel(axes, "Speed of each batch size", run.spec.task, x_label="batch size", y_label="samples per second")
-    axes.plot(list(rates), list(rates.values()), color=NAVY, marker="o", markersize=5.0, linewidth=1.8)
-    if efficient is not None:
-        level = EFFICIENT_SHARE * max(rates.values())
-        axes.axhline(level, color=GRAY, linewidth=1.1, linestyle=drawing.DASHED)
-        drawing.mark_level(axes, level, f"{EFFICIENT_SHARE:.0%}")
-        axes.plot([efficient], [rates[efficient]], color=ORANGE, marker="o", markersize=10.0, linestyle="none")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(rates), [str(size) for size in rates], rotation=45 if len(rates) > 8 else 0)
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(PLAIN)
-    axes.set_ylim(bottom=0.0)
-    return figure
-
-
 def _timed(run: RunRecord) -> dict[int, float]:
     """Returns batch size -> milliseconds per sample of those that fit."""
     return {each.batch_size: ms for each in run.throughputs if (ms := each.ms_per_sample) is not None}
@@ -124,7 +73,7 @@ def _plan_text(throughput: Throughput) -> str:
     return joined(f"{parts} micro-batches" if parts > 1 else "", *regions)
 
 
-def _command(run: RunRecord) -> str:
+def command_at(run: RunRecord) -> str:
     """Returns the command that trains at the efficient batch size with the run's other settings; empty without one."""
     size = _efficient(run)
     if size is None or run.end is None:

@@ -11,15 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter
 
-from triaccel_ray.records.plan import Precision, Storage
+from triaccel_ray.records.plan import Precision
 
 INK: Final = "#1F2933"
 GRAY: Final = "#6B7785"
@@ -51,10 +48,6 @@ METHOD_STYLES: Final[Mapping[str, tuple[str, str]]] = {
 
 PRECISION_COLORS: Final = {Precision.FP16: AMBER, Precision.BF16: SKY, Precision.FP32: NAVY}
 """Higher precisions are darker."""
-STORAGE_COLORS: Final = {Storage.KEEP: NAVY, Storage.RECOMPUTE: AMBER, Storage.OFFLOAD: SKY}
-
-DEPTH: Final = ListedColormap(colormaps["viridis"](np.linspace(0.0, 0.88, 256)))
-"""Viridis without its yellow end, which is hard to see on white."""
 
 DASHED: Final = (0, (5, 3))
 ABOVE: Final[dict[str, Any]] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}

@@ -1,4 +1,4 @@
-"""Text of a report page: provenance of the results, failed or missing runs, and notes on a run."""
+"""Text of reports: provenance of the results, failed or missing runs, and notes on a run."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from datetime import UTC, datetime
 
 from triaccel_ray.records.events import parse_event
 from triaccel_ray.records.plan import FaultKind
-from triaccel_ray.service.report.report import Section
-from triaccel_ray.service.report.tables import TO_TARGET, joined
+from triaccel_ray.service.cli.options import RUN_SETTINGS, settings_text
+from triaccel_ray.service.report.tables import TO_TARGET, Grid, joined
 from triaccel_ray.service.runs.environment import COMMIT
 from triaccel_ray.service.runs.record import OWN_CODE, RunRecord
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import ERROR, EVENTS
-from triaccel_ray.service.units import counted, format_bytes
-from triaccel_ray.trainables.task import Purpose
 
-TROUBLES = "Failures, interruptions and missing runs"
-"""Heading of `troubles`."""
 _VERSIONS = ("triaccel-ray", "torch", "triton", "python")
 _FALLBACKS = {
     (FaultKind.DATA_STREAMED, "data"): "the data set did not fit on the GPU and was read from the host",
@@ -33,8 +29,8 @@ _FALLBACKS = {
 }
 
 
-def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], command: str) -> Section:
-    """Returns the top of a page: date, hardware, versions, commit, settings, and the command to repeat the result.
+def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], command: str) -> Grid:
+    """Returns the provenance of a result: date, hardware, versions, commit, and the command to repeat it.
 
     `spec` is what the runs have in common; `facts` are further rows. If runs differ, each distinct value is listed.
     """
@@ -50,25 +46,27 @@ def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], co
             ", ".join(f"{name} {info[name]}" for name in _VERSIONS if name in info) for info in infos
         ),
         "commit": _distinct(info.get(COMMIT, "") for info in infos),
-        "settings": _settings(spec, runs),
         "to repeat": command,
     }
-    return Section(facts={name: value for name, value in rows.items() if value})
+    return Grid(header=("", ""), rows=[pair for pair in rows.items() if pair[1]], title="Provenance")
+
+
+def all_settings(spec: RunSpec) -> str:
+    """Returns every setting of a run, as for --config; of code of a user's own those of the control loop alone."""
+    lines = settings_text(spec).splitlines(keepends=True)
+    if spec.task == OWN_CODE:
+        lines = [line for line in lines if RUN_SETTINGS[line.split(" = ")[0]].path[0] == "control"]
+    return f"All settings:\n{''.join(lines)}"
 
 
 def troubles(
     runs: Mapping[str, RunRecord], missing: Sequence[str] = (), damaged: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """Returns, by run name, why a run failed, was interrupted, is damaged or is missing."""
+) -> str:
+    """Returns a line for each run that failed, was interrupted, is damaged or is missing; it says why."""
     found = {name: "; ".join(_troubles_of(run)) for name, run in runs.items()}
     found |= {name: f"is left out: {problem}" for name, problem in (damaged or {}).items()}
     found |= dict.fromkeys(missing, "is missing: it was asked for and has not begun")
-    return {name: said for name, said in found.items() if said}
-
-
-def trouble_lines(found: Mapping[str, str]) -> str:
-    """Returns the troubles as text for a terminal, one per line."""
-    return "\n".join(f"{name} {said}" for name, said in found.items())
+    return "\n".join(f"{name} {said}" for name, said in found.items() if said)
 
 
 def sharing_note(spec: RunSpec) -> str:
@@ -78,8 +76,12 @@ def sharing_note(spec: RunSpec) -> str:
     return f"times and scores are those of GPUs shared by {spec.trials_per_gpu} runs each, not of a GPU of one's own"
 
 
-def run_notes(run: RunRecord) -> Iterator[str]:
-    """Yields a sentence each on GPU sharing, target, time spent adapting, out-of-memory errors, and fallbacks."""
+def run_notes(run: RunRecord) -> str:
+    """Returns a line each on GPU sharing, target, time spent adapting, out-of-memory errors, and fallbacks."""
+    return "\n".join(_notes_on(run))
+
+
+def _notes_on(run: RunRecord) -> Iterator[str]:
     if note := sharing_note(run.spec):
         yield note
     if run.spec.target is not None:
@@ -127,28 +129,6 @@ def _span(runs: Sequence[RunRecord]) -> str:
         times += [parse_event(line, run.name).time_ms for line in (lines[0], lines[-1])]
     begin, end = (datetime.fromtimestamp(time_ms // 1000, UTC) for time_ms in (min(times), max(times)))
     return f"{begin:%Y-%m-%d %H:%M} UTC, within {end - begin}"
-
-
-def _settings(spec: RunSpec, runs: Sequence[RunRecord]) -> str:
-    recipe, batch = spec.recipe, spec.method_control.batch
-    # The trials of a search have their own memory limit; that of its baselines and probe does not matter.
-    limited = [run for run in runs if not (run.spec.is_baseline or run.spec.method == "probe")] or runs
-    limits = [value for run in limited if isinstance(value := run.start.parameters.get("memory_limit_bytes"), int)]
-    memory = " to ".join(dict.fromkeys(map(format_bytes, (min(limits), max(limits))))) if limits else ""
-    batch_text = f"batch {batch.start}" + (
-        f", elastic from {batch.minimum} to {batch.maximum}" if batch.enabled else ""
-    )
-    memory_text = f"memory limit {memory}" if memory else ""
-    if spec.task == OWN_CODE:  # with a recipe of its own, too
-        return joined(batch_text, memory_text)
-    return joined(
-        f"{counted(recipe.epochs, 'epoch')}, {min(recipe.warmup_epochs, recipe.epochs / 2):g} of them warm-up",
-        f"learning rate {recipe.lr:.4g}, weight decay {recipe.weight_decay:.4g}",
-        batch_text,
-        memory_text,
-        f"judged on {'test' if spec.purpose is Purpose.FINAL else 'validation'} samples"
-        + (", after each epoch on validation samples" if spec.purpose is Purpose.FINAL and spec.validates else ""),
-    )
 
 
 def _distinct(values: Iterable[str]) -> str:

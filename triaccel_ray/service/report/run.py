@@ -1,17 +1,16 @@
-"""Report of a run: its epochs, its result, figures of the loop's decisions, and the HTML page."""
+"""Report of a run: its epochs or batch sizes, its result, figures of the loop's decisions, and the HTML page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from triaccel_ray.records.events import Epoch
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.cli.options import RUN_SETTINGS, repeat_command, settings_text
-from triaccel_ray.service.report.batch_sizes import view_batch_sizes
+from triaccel_ray.service.cli.options import repeat_command
+from triaccel_ray.service.report.batch_sizes import batch_grid, command_at, recommendation
 from triaccel_ray.service.report.figures import run_figures
-from triaccel_ray.service.report.provenance import TROUBLES, about, run_notes, trouble_lines, troubles
-from triaccel_ray.service.report.report import Section, View, write_page
+from triaccel_ray.service.report.provenance import about, all_settings, run_notes, troubles
+from triaccel_ray.service.report.report import View, with_page
 from triaccel_ray.service.report.tables import VIEWS_NOTE, Grid, joined, metric_headings, result_headings
 from triaccel_ray.service.runs.methods import METHODS, TUNE_BATCH
 from triaccel_ray.service.runs.record import ONE_VIEW, OWN_CODE, RunRecord
@@ -24,44 +23,29 @@ _TIME_NOTE = (
 
 def view_run(run: RunRecord) -> View:
     """Returns the view of a run, its epochs and result, or its batch sizes; writes its figures and page."""
-    if run.spec.method == TUNE_BATCH:
-        return view_batch_sizes(run)
-    epochs, results = run_grid(run), run.end.results if run.end else {}
-    return View(
-        folder=run.folder,
-        shown=[
-            epochs if epochs.rows else epochs.title,
-            result_grid(results, run.start.goal) if results else "",
-            "\n".join(run_notes(run)),
-            trouble_lines(troubles({run.name: run})),
-        ],
-        rows=epochs.as_dicts(),
-        page=write_run_page(run),
-        command=_command(run),
-        control=run.spec.method_control,
-    )
-
-
-def write_run_page(run: RunRecord) -> Path:
-    """Draws the figures, writes the page into the run's folder and returns its path."""
-    if run.spec.method == TUNE_BATCH:
-        return view_batch_sizes(run).page
     spec, results = run.spec, run.end.results if run.end else {}
-    is_own = spec.task == OWN_CODE  # of which only the control loop's settings are known
-    facts = {"method": f"{spec.method}: {METHODS[spec.method]}", "status": run.status}
-    facts |= {} if is_own else {"seed": str(spec.seed)}
-    settings = settings_text(spec).splitlines(keepends=True)
-    if is_own:
-        settings = [line for line in settings if RUN_SETTINGS[line.split(" = ")[0]].path[0] == "control"]
-    sections = (
-        about(spec, [run], facts, _command(run)),
-        Section(title="Result", table=result_grid(results, run.start.goal) if results else None),
-        Section(title=TROUBLES, facts=troubles({run.name: run})),
-        Section(title="What the loop did", text="\n".join(run_notes(run)), pictures=run_figures(run.folder)),
-        Section(title="Epochs", table=run_grid(run)),
-        Section(title="All settings", command="".join(settings), folded=True),
+    facts = {"method": f"{spec.method}: {METHODS[spec.method]}", "status": run.status, "seed": str(spec.seed)}
+    if spec.task == OWN_CODE:
+        command = repeat = facts["seed"] = ""
+    else:
+        command = repeat = repeat_command("tune-batch" if spec.method == TUNE_BATCH else "run", run.folder)
+    if spec.method == TUNE_BATCH:
+        command, rows = command_at(run), batch_grid(run)
+        second: Grid | str = "\n".join(filter(None, (recommendation(run), command)))
+    else:
+        rows = run_grid(run)
+        second = result_grid(results, run.start.goal) if results else ""
+    return with_page(
+        View(
+            folder=run.folder,
+            title=f"{run.name}: {spec.task}",
+            parts=[rows, second, run_notes(run), troubles({run.name: run}), *run_figures(run)],
+            details=[about(spec, [run], facts, repeat), all_settings(spec)],
+            rows=rows.as_dicts(),
+            command=command,
+            control=None if spec.method == TUNE_BATCH else spec.method_control,
+        )
     )
-    return write_page(run.folder, f"{run.name}: {spec.task}", sections)
 
 
 def run_grid(run: RunRecord) -> Grid:
@@ -101,8 +85,3 @@ def _metric_cell(epoch: Epoch, name: str, goal: Goal) -> str:
     if value is None:
         return ""
     return goal.cell(value) if name == goal.name else f"{value:.4g}"
-
-
-def _command(run: RunRecord) -> str:
-    """Returns the command that repeats the run; empty if a user's own code trained it."""
-    return "" if run.spec.task == OWN_CODE else repeat_command("run", run.folder)

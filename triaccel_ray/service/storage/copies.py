@@ -34,7 +34,7 @@ WRITER = ".writer"
 """File in the store that names the training folder in which a run continues."""
 SETS = ("search.json", "comparison.json")
 """Specs of searches and comparisons, which are sets of runs."""
-COMMAND_FILES = (*SETS, "prepared.json", "choices.json", "trials.jsonl", "mlflow.json", *PAGE_FILES)
+COMMAND_FILES = (*SETS, "prepared.json", "fixed.json", "trials.jsonl", "mlflow.json", *PAGE_FILES)
 """Files that a command writes: request, results, suggestions, MLflow state, reports. With a spec also its log."""
 
 

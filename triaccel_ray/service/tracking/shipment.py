@@ -14,8 +14,7 @@ from typing import Any
 from filelock import FileLock
 
 from triaccel_ray.records.events import End, Event, Interruption, LogError, Start, parse_event, read_events
-from triaccel_ray.service.report.figures import run_figures
-from triaccel_ray.service.report.run import write_run_page
+from triaccel_ray.service.report.run import view_run
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import ERROR, EVENTS, FIGURES, SPEC, write_value
 from triaccel_ray.service.tracking.log_tail import LogTail
@@ -23,7 +22,7 @@ from triaccel_ray.service.tracking.metrics import RESULT, metrics_of, params_of,
 from triaccel_ray.service.tracking.shipped import SHIPPED, Shipped, read_shipped
 from triaccel_ray.service.tracking.tracking import Tracker
 
-_INPUTS_AND_RESULTS = (EVENTS, SPEC, "found.json", "comparison.json", "choices.json")
+_INPUTS_AND_RESULTS = (EVENTS, SPEC, "found.json", "comparison.json", "fixed.json")
 ARTIFACTS = (*_INPUTS_AND_RESULTS, "comparison.md", "report.html", ERROR, FIGURES)
 """Files and folders of a run that are uploaded as artifacts when it ends."""
 
@@ -243,9 +242,8 @@ class Shipment:
 
     def _draw_figures(self) -> None:
         try:
-            run_figures(self.folder)
             if (self.folder / SPEC).exists():
-                write_run_page(read_run(self.folder))
+                view_run(read_run(self.folder))
         except Exception as error:  # a failed picture must not leave the run open
             _logger.warning("%s: no pictures: %s", self.folder, error)
 
