@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -11,6 +10,7 @@ import sys
 import tempfile
 import time
 from io import StringIO
+from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
@@ -26,9 +26,7 @@ from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.options import Where, repeat_command
 from triaccel_ray.service.cluster.cluster import display_address
 from triaccel_ray.service.commands.next_steps import command_to_resume
-from triaccel_ray.service.commands.ui import is_loopback
 from triaccel_ray.service.console import SafeConsole
-from triaccel_ray.service.credentials import hide_credentials
 from triaccel_ray.service.report.report import REPORT
 from triaccel_ray.service.search.search import SEARCH
 from triaccel_ray.service.storage.layout import SPEC
@@ -39,7 +37,6 @@ SECRETS = {
     "RAY_AUTH_TOKEN": "7" * 40 + "c1u573r",
     "AWS_SECRET_ACCESS_KEY": "key-of-the-store-4713",
 }
-IN_THE_URI = "word-of-the-uri-4714"
 
 
 @pytest.fixture(scope="module")
@@ -87,30 +84,6 @@ def test_names_stay_in_the_storage_folder(storage: Path, capsys: pytest.CaptureF
     for words in (["report", *where, "--", name], ["run", *where, "digits", f"--name={name}"]):
         assert "name" in refused(capsys, *words)
     assert set(storage.parent.rglob("*")) == before
-
-
-def test_a_link_out_of_the_storage_folder_is_not_followed(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (storage / "link").symlink_to(storage.parent / "outside")
-    for command in ("report", "resume", "replay"):
-        said = refused(capsys, command, "link", "--storage-path", str(storage))
-        assert "name = 'link': leads out of the storage folder" in said
-    assert not (storage.parent / "outside" / REPORT).exists()
-
-
-@pytest.mark.parametrize("inside", ["figures", "trials/mine", REPORT])
-def test_a_link_out_of_a_received_folder_is_named(
-    storage: Path, capsys: pytest.CaptureFixture[str], inside: str
-) -> None:
-    (storage / "run1" / "trials").mkdir()
-    shutil.rmtree(storage / "run1" / "figures")
-    (storage / "run1" / inside).symlink_to(storage.parent / "outside")
-    (storage / "run1" / "own").symlink_to(storage / "run1" / SPEC)  # one that stays inside is harmless
-    for name in ("run1", str(storage / "run1")):
-        said = refused(capsys, "report", name, "--storage-path", str(storage))
-        assert f"{inside} is a link that leads out of" in said
-    for each in (SPEC, "events.jsonl"):
-        (storage / "run1" / each).unlink()  # a folder that is none of ours is not told of its links
-    assert "holds no run (events.jsonl is missing)" in refused(capsys, "report", str(storage / "run1"))
 
 
 def test_looking_at_a_folder_runs_no_code_that_it_names(
@@ -213,13 +186,20 @@ def _listening(pid: int) -> set[str]:
 def test_a_run_keeps_secrets_and_listens_on_this_machine_alone(starting_server: Server) -> None:
     """Everything that the run writes lies in two folders: the server's, and one for storage, Ray and messages."""
     starting_server.wait()
-    uri = f"http://somebody:{IN_THE_URI}@127.0.0.1:{starting_server.port}"
     addresses: set[str] = set()
-    titles: set[str] = set()  # its command lines as `ps` showed them once PyTorch was loaded, which takes seconds
     with tempfile.TemporaryDirectory(prefix="tr-", dir="/tmp", ignore_cleanup_errors=True) as short:
         place = Path(short)
         (place / "ray").mkdir()
-        words = ("--epochs", "1", "--device", "cpu", "--storage-path", str(place / "storage"), "--tracking-uri", uri)
+        words = (
+            "--epochs",
+            "1",
+            "--device",
+            "cpu",
+            "--storage-path",
+            str(place / "storage"),
+            "--tracking-uri",
+            starting_server.uri,
+        )
         user = {"MLFLOW_TRACKING_USERNAME": "somebody", "RAY_TMPDIR": str(place / "ray"), "RAY_AUTH_MODE": "token"}
         with (place / "said.txt").open("wb") as said:
             run = subprocess.Popen(
@@ -230,35 +210,14 @@ def test_a_run_keeps_secrets_and_listens_on_this_machine_alone(starting_server: 
             )
             while run.poll() is None:
                 addresses |= _listening(run.pid)
-                with contextlib.suppress(OSError):
-                    if "libtorch" in Path(f"/proc/{run.pid}/maps").read_text():
-                        titles.add(Path(f"/proc/{run.pid}/cmdline").read_text())
                 time.sleep(0.2)
         text = (place / "said.txt").read_text()
         assert run.returncode == 0, text
-        assert {is_loopback(address.removeprefix("::ffff:")) for address in addresses} == {True}
+        assert all(ip_address(address.removeprefix("::ffff:")).is_loopback for address in addresses)
+        assert addresses
 
         files = [path for top in (place, starting_server.folder) for path in top.rglob("*") if path.is_file()]
         assert {"server.db", "events.jsonl", "mlflow.json", REPORT, "said.txt"} <= {path.name for path in files}
         assert any(path.name.startswith("gcs_server") for path in files)
-        for secret in (*SECRETS.values(), IN_THE_URI):
+        for secret in SECRETS.values():
             assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
-        for part in ("http://***@127.0.0.1", "--tracking-uri holds a password", "MLFLOW_TRACKING_PASSWORD"):
-            assert part in text
-    assert titles
-    assert not any(IN_THE_URI in title for title in titles)
-
-
-def test_the_words_of_a_process_keep_their_lengths_and_all_but_the_password(tmp_path: Path) -> None:
-    words = ["--tracking-uri", "http://ann:s\u00e9cret@host:1/x", "--tracking-uri=http://u:pw@host", "sqlite:///a@b.db"]
-    code = """
-import sys
-from triaccel_ray.service.credentials import hide_credentials
-hide_credentials()
-print(sys.argv[1:])
-print(open("/proc/self/cmdline").read().split("\\0")[3:-1])
-"""
-    said = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, check=True).stdout.decode()
-    shown = ["--tracking-uri", "http://***********@host:1/x", "--tracking-uri=http://****@host", "sqlite:///a@b.db"]
-    assert said.splitlines() == [repr(words), repr(shown)]
-    hide_credentials(tmp_path)  # where processes have no folder nothing is hidden

@@ -13,56 +13,52 @@ from triaccel_ray.config import require
 from triaccel_ray.records.events import LogError
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.compare.comparison import COMPARISON
-from triaccel_ray.service.console import err
-from triaccel_ray.service.credentials import without_credentials
+from triaccel_ray.service.credentials import without_passwords
 from triaccel_ray.service.search.search import SEARCH
-from triaccel_ray.service.storage.layout import EVENTS, SPEC
+from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.storage.mirror import pull_all
 from triaccel_ray.service.storage.storage_path import StoragePath, is_plain_name
 from triaccel_ray.service.storage.store import Store
-from triaccel_ray.service.tracking.sqlite_file import sqlite_path
-from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
+from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError, sqlite_path
 
 
 def tracking_uri_of(storage: StoragePath, given: str | None) -> str:
     """Returns the tracking store's URI: `given`, else MLFLOW_TRACKING_URI, else a SQLite file in the storage folder.
 
     Raises:
-        ValueError: `given` is empty, or the variable names a store of another kind.
+        ValueError: the store is of another kind, or its URI holds a password.
         TrackingUnavailableError: `given` is None, and the storage is a URI.
     """
-    rule = "must be http://HOST:PORT of a server or sqlite:///FILE; leave it out for mlflow.db in the storage folder"
-    require(given is None or given.strip() != "", "tracking uri", given, rule)
-    given = named_store(given)
-    if given is None and storage.uri is not None:
+    named = named_store(given)
+    if named is None and storage.uri is not None:
         raise TrackingUnavailableError(
             f"tracking uri = None: with storage path {str(storage)!r} there is no folder for the SQLite file that is "
             "the default; give --tracking-uri http://HOST:PORT of an MLflow server, or sqlite:////FOLDER/mlflow.db of "
             "this machine"
         )
-    return given or own_store(storage.folder)
+    return named or f"sqlite:///{storage.folder / 'mlflow.db'}"
 
 
 def named_store(given: str | None) -> str | None:
     """Returns the URI of the tracking store given, else that of MLFLOW_TRACKING_URI; None if neither is set.
 
     Raises:
-        ValueError: the variable names a store of a kind that is not supported.
+        ValueError: the store is of a kind that is not supported, or its URI holds a password, which would be shown.
     """
-    name = "MLFLOW_TRACKING_URI"
-    uri = os.environ.get(name, "").strip()
-    if given is not None or not uri:
-        return given
-    is_supported = uri.startswith(("http://", "https://")) or sqlite_path(uri) is not None
-    rule = "must be http://HOST:PORT of a server or sqlite:///FILE; unset it, or give --tracking-uri"
-    require(is_supported, name, without_credentials(uri), rule)
-    path = sqlite_path(uri)
-    return uri if path is None else f"sqlite:///{os.path.abspath(path)}"
-
-
-def own_store(folder: Path) -> str:
-    """Returns the URI of the SQLite file in a storage folder."""
-    return f"sqlite:///{folder / 'mlflow.db'}"
+    name, uri = "tracking uri", given
+    if given is None:
+        name = "MLFLOW_TRACKING_URI"
+        uri = os.environ.get(name, "").strip()
+        if not uri:
+            return None
+    assert uri is not None
+    path, shown = sqlite_path(uri), without_passwords(uri)
+    is_supported = uri.startswith(("http://", "https://")) or path is not None
+    rule = "must be http://HOST:PORT of a server or sqlite:///FILE; leave it out for mlflow.db in the storage folder"
+    require(is_supported, name, shown, rule)
+    rule = "must not hold a password, for it is shown and stored; set MLFLOW_TRACKING_USERNAME and"
+    require(shown == uri, name, shown, f"{rule} MLFLOW_TRACKING_PASSWORD, or use ~/.mlflow/credentials")
+    return uri if path is None else f"sqlite:///{path}"
 
 
 def open_tracker(storage: StoragePath, tracking_uri: str | None) -> Tracker:
@@ -75,11 +71,6 @@ def open_tracker(storage: StoragePath, tracking_uri: str | None) -> Tracker:
     if tracking_uri is None and storage.uri is None:
         require_storage(storage.folder, create=True)  # the SQLite file lies there
     tracker = tracker_of(storage, tracking_uri)
-    if tracking_uri is not None and tracker.display_uri != tracker.uri:
-        text = (
-            "--tracking-uri holds a password, which `ps` shows to others while a command starts: leave it out, and set"
-        )
-        err.print(f"{text} MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD", style="yellow", soft_wrap=True)
     tracker.prepare()
     return tracker
 
@@ -148,11 +139,6 @@ def require_experiment(experiment: str | None) -> None:
     require(bool(is_name), "experiment", experiment, rule)
 
 
-def is_inside(path: Path, folder: Path) -> bool:
-    """Returns whether `path` lies in `folder`, with all links resolved."""
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
-
-
 def storage_of(where: Where) -> StoragePath:
     """Returns the storage for a new result: a folder as an absolute path, as workers need it, or a store that answers.
 
@@ -175,10 +161,10 @@ def _checked_storage(place: StoragePath, *, writable: bool) -> StoragePath:
 def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
     """Returns the storage path of `name`: a path, also that of an event log, or a name in the storage folder.
 
-    From a remote store it first copies all but checkpoints and models. Links out of the storage folder are refused.
+    From a remote store it first copies all but checkpoints and models.
 
     Raises:
-        ValueError: nothing has this name, the name is invalid, or a link leads out of the folder.
+        ValueError: nothing has this name, or the name is invalid.
     """
     if os.path.basename(name) == EVENTS and os.path.isfile(name):
         name = os.path.dirname(os.path.abspath(name))
@@ -203,10 +189,6 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
                 f"name = {name!r}: {place.folder} is empty: a command has just begun there, or was lost before it "
                 "trained; delete it then, and begin again"
             )
-        rule = f"leads out of the storage folder {storage}; if you trust what is there, name it by its path"
-        require(is_inside(place.folder, storage.folder), "name", name, rule)
-    if any(os.path.lexists(place.folder / file) for file in (SPEC, EVENTS, SEARCH, COMPARISON)):  # others are not read
-        _require_no_outward_links(place.folder)
     return place
 
 
@@ -218,15 +200,6 @@ def _results_in(folder: Path) -> list[str]:
     except OSError:
         return []
     return [each for each in names if any((folder / each / file).exists() for file in files)]
-
-
-def _require_no_outward_links(folder: Path) -> None:
-    for link in folder.rglob("*"):
-        if link.is_symlink() and not is_inside(link, folder):
-            raise LogError(
-                f"{link} is a link that leads out of {folder}, to {os.path.realpath(link)}: no command follows or "
-                "makes such links; name a copy of the folder without it"
-            )
 
 
 def find_run(name: str, where: Where) -> Path:

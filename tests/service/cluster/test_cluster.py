@@ -8,7 +8,6 @@ import socket
 import threading
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import ray
@@ -18,7 +17,6 @@ from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from tests.service.own_task import own_spec
-from triaccel_ray.service.cluster import head_watch
 from triaccel_ray.service.cluster.cluster import (
     ClusterUnavailableError,
     cluster,
@@ -82,23 +80,6 @@ def _answer_all(server: socket.socket, answer: bytes) -> None:
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # until it is shut down
         while True:
             stack.enter_context(server.accept()[0]).sendall(answer)
-
-
-def test_one_look_in_vain_after_a_long_stop_does_not_give_the_head_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s, looks, has_answered_again = [0.0], [True, False], threading.Event()
-
-    def answers(_: str) -> bool:
-        now_s[0] += 3600.0  # stopped by Ctrl-Z
-        if looks:
-            return looks.pop(0)
-        has_answered_again.set()
-        return True
-
-    monkeypatch.setattr(head_watch, "_answers", answers)
-    monkeypatch.setattr(head_watch, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    monkeypatch.setattr(head_watch, "INTERVAL_S", 0.01)
-    with head_watch.watching("127.0.0.1:1", ""):
-        assert has_answered_again.wait(10)
 
 
 def test_the_file_for_ray_up_is_one_that_ray_takes() -> None:

@@ -1,11 +1,11 @@
-"""What is shown while work goes on: a table on a terminal, lines elsewhere."""
+"""What is shown while work goes on."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,9 +14,10 @@ from tests.service.build import SimulatedRun
 from tests.service.waiting import wait_until
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.records.events import End, Epoch, EventLog, Interruption, Record, Start, Tick, read_events
-from triaccel_ray.records.goal import Goal
+from triaccel_ray.records.plan import Precision
 from triaccel_ray.service import console
-from triaccel_ray.service.commands.progress import MAX_ROWS, Progress
+from triaccel_ray.service.commands import progress
+from triaccel_ray.service.commands.progress import Progress
 from triaccel_ray.service.console import rich_table
 from triaccel_ray.service.report.tables import Grid
 from triaccel_ray.service.storage.layout import EVENTS
@@ -49,69 +50,32 @@ def write(folder: Path, *told: Record, keep: int | None = None) -> None:
             log.append(record)
 
 
-def raiser(error: BaseException) -> Any:
-    def raise_() -> None:
-        raise error
-
-    return raise_
-
-
-@pytest.fixture(params=[False])
-def screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> StringIO:
-    """Standard error as a file, or as a terminal of 120 columns."""
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> StringIO:
+    """Standard error."""
     written = StringIO()
-    monkeypatch.setattr(console, "err", Console(file=written, force_terminal=request.param, width=120))
+    monkeypatch.setattr(progress, "err", Console(file=written, width=120))
     return written
 
 
-on_a_terminal = pytest.mark.parametrize("screen", [True], indirect=True)
-
-
-@on_a_terminal
-def test_a_run_shows_epochs_speed_batch_memory_and_precisions(screen: StringIO, tmp_path: Path) -> None:
+def test_a_line_names_the_precisions_of_the_layers(screen: StringIO, tmp_path: Path) -> None:
     run = SimulatedRun(tmp_path / "one")
-    run.start()
-    run.train(1)
-    run.append(run.make_tick())
-    with Progress("training", tmp_path, ["one", "two"]):
-        assert all(part in screen.getvalue() for part in ("training", "one", "starting"))  # at once
-    *_, epoch, tick = [event.record for event in read_events(run.path)]
+    with Progress("training", tmp_path):
+        assert screen.getvalue() == "training\n"  # at once
+        run.complete(epochs=1)
+    *_, tick, epoch, _ = [event.record for event in read_events(run.path)]
     assert isinstance(tick, Tick)
     assert isinstance(epoch, Epoch)
-    judged, plan = epoch.held_out(Goal()), tick.decision.plan
-    assert judged is not None
-    levels = [level.value for level in plan.precision.values()]
-    for part in ("1.2/4", str(plan.batch_size), Goal().named(judged), "two", "starting", *levels):
-        assert part in screen.getvalue()
+    levels = Counter(tick.decision.plan.precision.values())
+    layers = " ".join(f"{levels[level]} {level.value}" for level in Precision if levels[level])
+    (_, line, _) = screen.getvalue().splitlines()
+    assert line.startswith("one: epoch 1/4, samples/s ")
+    assert f"layers {layers}, loss" in line
 
 
-@on_a_terminal
-def test_ctrl_c_while_it_starts_leaves_no_table_behind(
-    screen: StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    progress = Progress("training", tmp_path, ["one"])
-    monkeypatch.setattr(progress._thread, "start", raiser(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt), progress:
-        pass
-    assert progress._live is not None
-    assert not progress._live.is_started
-
-
-@on_a_terminal
-def test_a_search_shows_its_trials_from_their_logs(screen: StringIO, tmp_path: Path) -> None:
-    for name in (*(f"trial-{number:02}" for number in range(MAX_ROWS)), "z-good"):
-        status = "finished" if name == "z-good" else "stopped"
-        write(tmp_path / name, START, epoch_record(2), End(status=status))
-    with Progress("searching", tmp_path, num_trials=20):
-        wait_until(lambda: "16 of 20 done" in screen.getvalue())
-    for part in ("z-good", "trial-00", "finished", "stopped", "91.25", "60.83"):
-        assert part in screen.getvalue()
-    assert f"trial-{MAX_ROWS - 1}" not in screen.getvalue()  # of the same score, but of an early epoch
-
-
-def test_without_a_terminal_a_run_has_a_line_for_each_epoch_once(screen: StringIO, tmp_path: Path) -> None:
+def test_a_run_has_a_line_for_each_epoch_once(screen: StringIO, tmp_path: Path) -> None:
     write(tmp_path / "one", START, epoch_record(1))
-    with Progress("training", tmp_path, ["one"], each_epoch=True):
+    with Progress("training", tmp_path, ["one"], max_epochs=100):
         assert screen.getvalue() == "training\n"
         write(tmp_path / "one", Interruption(cause="preempted", message="the process was lost", epoch=1))
         write(tmp_path / "one", epoch_record(2))
@@ -120,24 +84,24 @@ def test_without_a_terminal_a_run_has_a_line_for_each_epoch_once(screen: StringI
     figures = "samples/s 100, batch 64, memory 954 MiB of 2 GiB, loss 0.1000, held out accuracy"
     assert screen.getvalue().splitlines()[1:] == [
         "one: the process was lost",
-        f"epoch 2.0/3, {figures} 91.25 %, score 60.83",
-        f"epoch 3.0/3, {figures} 91.25 %, score 60.83",
-        f"one finished: epoch 3.0/3, {figures} 97.49 %, score 737.44",
+        f"epoch 2/3, {figures} 91.25 %, score 60.83",
+        f"epoch 3/3, {figures} 91.25 %, score 60.83",
+        f"one finished: epoch 3/3, {figures} 97.49 %, score 737.44",
     ]
 
 
 @pytest.mark.parametrize(("num_epochs", "num_lines"), [(7, 7), (100, 100), (101, 51), (1000, 101)])
 def test_a_long_run_has_a_hundred_lines(screen: StringIO, tmp_path: Path, num_epochs: int, num_lines: int) -> None:
     start = Start(control=ControlConfig(), parameters={"recipe.epochs": num_epochs})
-    with Progress("training", tmp_path, ["one"], each_epoch=True):
+    with Progress("training", tmp_path, ["one"], max_epochs=100):
         write(tmp_path / "one", start, *map(epoch_record, range(1, num_epochs + 1)))
     lines = screen.getvalue().splitlines()[1:]
-    assert lines[0].startswith(f"epoch 1.0/{num_epochs},")
-    assert lines[-1].startswith(f"epoch {num_epochs}.0/{num_epochs},")
+    assert lines[0].startswith(f"epoch 1/{num_epochs},")
+    assert lines[-1].startswith(f"epoch {num_epochs}/{num_epochs},")
     assert num_lines <= len(lines) <= num_lines + 1
 
 
-def test_without_a_terminal_each_of_several_runs_has_a_line_at_its_end(screen: StringIO, tmp_path: Path) -> None:
+def test_each_of_several_runs_has_a_line_at_its_end(screen: StringIO, tmp_path: Path) -> None:
     write(tmp_path / "before", START, epoch_record(2), End(status="stopped"))
     with Progress("searching", tmp_path, num_trials=6):
         write(tmp_path / "a", START, epoch_record(2), FINISHED)
@@ -145,10 +109,12 @@ def test_without_a_terminal_each_of_several_runs_has_a_line_at_its_end(screen: S
         write(tmp_path / "c", START, End(status="stopped"))
         for name in ("d", "e"):
             write(tmp_path / name, START, End(status="failed", cause="bug", message="RuntimeError: no memory\nis left"))
-    figures = "epoch 2.0/3, samples/s 100, batch 64, memory 954 MiB of 2 GiB, loss 0.1000, held out accuracy"
+    figures = "epoch 2/3, samples/s 100, batch 64, memory 954 MiB of 2 GiB, loss 0.1000, held out accuracy"
     assert screen.getvalue().splitlines() == [
         "searching",
+        f"a: {figures} 91.25 %, score 60.83",
         f"2/6 a finished: {figures} 97.49 %, score 737.44",
+        f"b: {figures} 91.25 %, score 60.83",
         f"3/6 b stopped: {figures} 91.25 %, score 60.83",
         "4/6 c stopped",
         "5/6 d failed: RuntimeError: no memory",

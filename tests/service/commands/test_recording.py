@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixtur
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.commands.recording import experiment_of, with_recorded_store
 from triaccel_ray.service.search.search import SEARCH, read_search
-from triaccel_ray.service.session import tracking_uri_of
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.shipment import SHIPPED
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
@@ -69,51 +66,24 @@ def test_the_store_is_that_of_the_run(
     assert with_recorded_store(run.parent / "new", where) == where
 
 
-def test_a_store_that_was_moved_or_copied_with_its_runs_is_theirs(
-    run: Path, sqlite_tracker: Tracker, where: Where
-) -> None:
-    shutil.copy(sqlite_tracker.uri.removeprefix("sqlite:///"), run.parent / "mlflow.db")
+def test_a_store_that_is_gone_is_the_usual_one_again(run: Path, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    note(run, store="sqlite:////gone/mlflow.db")
     assert with_recorded_store(run, where) == where
-    note(run, store=f"sqlite:///{run / 'events.jsonl'}")  # no store, as one that is gone
+    note(run, store=f"sqlite:///{run.parent / 'mlflow.db'}")
     assert with_recorded_store(run, where) == where
+    (run.parent / "mlflow.db").touch()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5001")  # for what is recorded nowhere yet
+    assert with_recorded_store(run, where).tracking_uri == f"sqlite:///{run.parent / 'mlflow.db'}"
 
 
-def test_a_store_whose_password_is_not_kept_has_to_be_named(run: Path, where: Where) -> None:
+def test_a_bucket_has_no_usual_store(run: Path, where: Where) -> None:
     bucket = Where(storage_path=StoragePath("s3://bucket/runs"))
     note(run, store="http://127.0.0.1:5000")
     for each in (where, bucket):
         assert with_recorded_store(run, each).tracking_uri == "http://127.0.0.1:5000"
-    note(run, store="http://***@127.0.0.1:5000")
-    with pytest.raises(TrackingUnavailableError, match="user and password are not kept; give --tracking-uri as before"):
-        with_recorded_store(run, where)
     (run / SHIPPED).unlink()
     with pytest.raises(TrackingUnavailableError, match="tracking uri = None"):
         with_recorded_store(run, bucket)
-
-
-def test_the_environments_store_is_for_what_is_recorded_nowhere_yet(
-    run: Path, sqlite_tracker: Tracker, where: Where, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    theirs, bucket = "http://user:word@127.0.0.1:5000", StoragePath("s3://bucket/runs")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", theirs)
-    assert tracking_uri_of(where.storage_path, None) == tracking_uri_of(bucket, None) == theirs
-    assert tracking_uri_of(where.storage_path, "sqlite:///given.db") == "sqlite:///given.db"
-    assert with_recorded_store(run.parent / "new", where) == where
-    assert with_recorded_store(run, where).tracking_uri == sqlite_tracker.uri
-    shutil.copy(sqlite_tracker.uri.removeprefix("sqlite:///"), run.parent / "mlflow.db")
-    assert with_recorded_store(run, where).tracking_uri == f"sqlite:///{run.parent / 'mlflow.db'}"
-    note(run, store="http://***@127.0.0.1:5000")
-    assert with_recorded_store(run, where) == where  # the variable has the password
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{os.path.relpath(run.parent / 'mlflow.db')}")
-    assert with_recorded_store(run, where) == where
-    assert tracking_uri_of(where.storage_path, None) == f"sqlite:///{run.parent / 'mlflow.db'}"
-    note(run, store=sqlite_tracker.uri)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "databricks")
-    with pytest.raises(ValueError, match=r"MLFLOW_TRACKING_URI = 'databricks': must be .*; unset it, or give"):
-        tracking_uri_of(where.storage_path, None)
-    assert with_recorded_store(run, where).tracking_uri == f"sqlite:///{run.parent / 'mlflow.db'}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
-    assert tracking_uri_of(where.storage_path, None) == f"sqlite:///{run.parent / 'mlflow.db'}"
 
 
 def test_a_search_that_goes_on_stays_one_tree(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from triaccel_ray.service.cli.parsing import check, parse
 from triaccel_ray.service.cli.specs import Resume, Trains, Ui
-from triaccel_ray.service.credentials import hide_credentials, without_passwords
+from triaccel_ray.service.credentials import without_passwords
 from triaccel_ray.service.signals import exiting_on_interrupt
 
 USER_ERRORS = (
@@ -26,7 +26,6 @@ USER_ERRORS = (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command; exits with 0 on success, 1 if something is not ready or failed, 2 on bad input."""
-    hide_credentials()
     if os.environ.get("RAY_JOB_STOP_SIGNAL") == "SIGINT":
         # If a script started the cluster's head in the background, its jobs inherit that SIGINT is ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -55,9 +54,9 @@ def _explain(error: Exception) -> int | None:
     """Prints an error that a user can fix and returns the exit status; prints nothing and returns None for a bug."""
     text, status = str(error), 2
     if not isinstance(error, USER_ERRORS):
-        from triaccel_ray.service.failures import PreemptedError, RunFailedError, is_disk_full
+        from triaccel_ray.service.failures import RunFailedError, is_disk_full
 
-        if isinstance(error, RunFailedError | PreemptedError):
+        if isinstance(error, RunFailedError):
             status = 1
         elif isinstance(error, OSError) and is_disk_full(error):
             text = f"{error}: make room, then go on with `triaccel resume`; nothing that was complete is lost"

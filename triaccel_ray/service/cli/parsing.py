@@ -18,7 +18,7 @@ from triaccel_ray.service.cli.keywords import REPLACED_BY, file_options
 from triaccel_ray.service.cli.options import CHOICES, is_group
 from triaccel_ray.service.cli.settings import given
 from triaccel_ray.service.cli.specs import Command, Compare, Replay, Run, Search, Trains, TuneBatch, word_of
-from triaccel_ray.service.credentials import without_credentials
+from triaccel_ray.service.credentials import without_passwords
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.registry import require_name
 
@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str] | None) -> Command:
             _parse(Command, [*command, "--help"])
         if "--help" in own_words or "-h" in own_words:
             _parse(_briefly(Command) if command else Command, [*command, "--help"])
-        masked = [without_credentials(word) for word in words]
+        masked = [without_passwords(word) for word in words]
         if masked != words:
             _parse(Command, masked)  # reports invalid words here, without passwords in them
         parsed = _parse(Command, words)

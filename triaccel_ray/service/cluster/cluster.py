@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,9 +22,8 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 
 from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
-from triaccel_ray.service.cluster.head_watch import stops_answering, watching
 from triaccel_ray.service.console import err
-from triaccel_ray.service.credentials import without_credentials, without_passwords
+from triaccel_ray.service.credentials import without_passwords
 from triaccel_ray.service.runs.environment import COMMIT_VARIABLE, commit_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.signals import as_interrupt, deferring_interrupt
@@ -38,15 +39,14 @@ class ClusterUnavailableError(ValueError):
 
 
 @contextlib.contextmanager
-def cluster(address: str | None, *, num_cpus: int | None = None, final_hint: str = "") -> Iterator[None]:
+def cluster(address: str | None, *, num_cpus: int | None = None) -> Iterator[None]:
     """Connects to the Ray cluster at `address`; if None, starts one on this machine and stops it at the end.
 
     A process that is already connected, such as a notebook's, stays so, with workers as its own `ray.init` set them up.
-    If the head is lost and the process has to be ended, `final_hint` is added to the final message.
+    If the head of a cluster is lost, Ray waits for it for a minute, and then ends the process.
 
     Raises:
         ClusterUnavailableError: nothing answers at the address, or Ray cannot start here.
-        HeadLostError: the head has not answered for half a minute.
     """
     is_own = not ray.is_initialized()
     with scoped_token_auth() if is_own else contextlib.nullcontext():
@@ -58,14 +58,27 @@ def cluster(address: str | None, *, num_cpus: int | None = None, final_hint: str
                 raise
         gcs_address = ray.get_runtime_context().gcs_address
         # If SIGTERM goes to the process group, a Ray started here ends, too, and Tune's handler would wait for it.
-        at_once = partial(stops_answering, gcs_address) if is_own and address is None else bool
+        at_once = partial(_stops_answering, gcs_address) if is_own and address is None else bool
         # Ray's own SIGTERM handler ends the process with a stack trace, before runs have ended their logs.
-        with as_interrupt(signal.SIGTERM, at_once=at_once), watching(gcs_address, final_hint):
+        with as_interrupt(signal.SIGTERM, at_once=at_once):
             try:
                 yield
             finally:
                 if is_own:
-                    ray.shutdown()  # watched, too: without a head it may block
+                    ray.shutdown()
+
+
+def _stops_answering(address: str) -> bool:
+    """Returns whether the head at `address` does not answer, or stops to within a second, as after SIGTERM."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+        except OSError:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 @contextlib.contextmanager
@@ -261,9 +274,7 @@ def require_listening(address: str | None) -> None:
 
 def display_address(address: str) -> str:
     """Returns `address`, with or without a scheme, without user and password, for messages."""
-    if "://" in address or "@" not in address:
-        return without_credentials(address)
-    return f"***@{address.rpartition('@')[2]}"
+    return address if "@" not in address else re.sub(r"^(\w+://)?.*@", r"\1***@", address)
 
 
 def _unavailable(address: str, reason: str) -> ClusterUnavailableError:

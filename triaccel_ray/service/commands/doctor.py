@@ -138,7 +138,7 @@ def _tracking(storage: StoragePath, tracking_uri: str | None) -> Finding:
 
     tracker = tracker_of(storage, tracking_uri)
     tracker.check()
-    return "ok", tracker.display_uri
+    return "ok", tracker.uri
 
 
 def _store(uri: str) -> Finding:

@@ -33,15 +33,15 @@ def deliver_model(run: RunRecord, place: StoragePath, tracker: Tracker, resume_c
         tracker.check()  # fails within 3 s; a call to a server that hangs would block for 40 s
         shipped = read_shipped(run.folder)
         if shipped is None or shipped.run_id is None:
-            raise RuntimeError(f"the run is not yet recorded in {tracker.display_uri}")
+            raise RuntimeError(f"the run is not yet recorded in {tracker.uri}")
         tags = {"task": run.spec.task, "epoch": str(run.end.kept_epoch)}
         version = register(tracker, shipped.run_id, name, lambda: trained_model(run, place), tags)
     except Exception as error:  # from MLflow, its store, the network, the disk, or the task's own code
-        text = tracker.mask(f"{type(error).__name__}: {error}")
-        text = f"the model is not registered as {name} ({text}). Nothing is lost: `{resume_command}` registers it"
+        why = f"{type(error).__name__}: {error}"
+        text = f"the model is not registered as {name} ({why}). Nothing is lost: `{resume_command}` registers it"
         err.print(text, style="yellow", soft_wrap=True)
         return False
-    out.print(f"          models:/{name}/{version} in {tracker.display_uri}", soft_wrap=True)
+    out.print(f"          models:/{name}/{version} in {tracker.uri}", soft_wrap=True)
     return True
 
 

@@ -8,18 +8,13 @@ from collections.abc import Iterator
 
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.cluster.cluster import display_address
-from triaccel_ray.service.cluster.head_watch import HeadLostError
 from triaccel_ray.service.compare.comparison import COMPARISON
 from triaccel_ray.service.console import err, out
-from triaccel_ray.service.credentials import without_credentials
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.search.search import SEARCH
 from triaccel_ray.service.session import tracking_uri_of
 from triaccel_ray.service.storage.layout import SPEC
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.service.tracking.tracking import Tracker
-
-ONCE_IT_IS_BACK = "; once it is there again:"
 
 
 def command_to_resume(place: StoragePath, where: Where, experiment: str, default: str) -> str:
@@ -36,13 +31,12 @@ def command_to_resume(place: StoragePath, where: Where, experiment: str, default
 
 @contextlib.contextmanager
 def resumable(resume_command: str, place: StoragePath) -> Iterator[None]:
-    """Adds `resume_command`, the command that resumes what is at `place`, to the message of a Ctrl-C or a lost head.
+    """Adds `resume_command`, the command that resumes what is at `place`, to the message of a Ctrl-C.
 
-    After Ctrl-C, a run that has not written its settings yet cannot be resumed, and the message says so.
+    A run that has not written its settings yet cannot be resumed, and the message says so.
 
     Raises:
         KeyboardInterrupt: the user interrupted the work.
-        HeadLostError: the cluster's head was lost.
     """
     try:
         yield
@@ -51,8 +45,6 @@ def resumable(resume_command: str, place: StoragePath) -> Iterator[None]:
         if any((place.folder / name).exists() for name in (SPEC, SEARCH, COMPARISON)):
             text = f"stopped; to go on from the last checkpoint:\n{resume_command}"
         raise KeyboardInterrupt(text) from None
-    except HeadLostError as error:
-        raise HeadLostError(f"{error}{ONCE_IT_IS_BACK}\n{resume_command}") from error
 
 
 def print_outcome(run: RunRecord) -> None:
@@ -68,7 +60,7 @@ def print_outcome(run: RunRecord) -> None:
 
 def point_to(place: StoragePath, where: Where) -> None:
     """Prints where results are kept, and the commands that show them."""
-    shown = without_credentials(tracking_uri_of(where.storage_path, where.tracking_uri))
+    shown = tracking_uri_of(where.storage_path, where.tracking_uri)
     storage = _storage_option(where)
     copy = "" if place.uri is None else f" (working copy: {place.folder})"
     report = shlex.join(["triaccel", "report", place.base_name, *storage])
@@ -82,7 +74,4 @@ def _storage_option(where: Where) -> tuple[str, ...]:
 
 
 def _tracking_option(where: Where) -> tuple[str, ...]:
-    """Returns the option --tracking-uri without user and password, because printed text ends up in logs."""
-    if where.tracking_uri is None:
-        return ()
-    return "--tracking-uri", Tracker(where.tracking_uri, where.storage_path.folder).display_uri
+    return () if where.tracking_uri is None else ("--tracking-uri", where.tracking_uri)

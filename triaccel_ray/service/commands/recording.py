@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +11,16 @@ from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.records.events import End, EventLog, Start, TakenOverError
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.console import err
-from triaccel_ray.service.credentials import HIDDEN, without_credentials
 from triaccel_ray.service.failures import cause_of, reporting_full_disk
 from triaccel_ray.service.runs.record import has_begun
 from triaccel_ray.service.search.search import JOURNAL, best_trial, read_search
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.search.suggestions import ended_trials
-from triaccel_ray.service.session import named_store, own_store, tracking_uri_of
+from triaccel_ray.service.session import tracking_uri_of
 from triaccel_ray.service.storage.layout import EVENTS
-from triaccel_ray.service.tracking.shipped import Shipped, read_shipped
+from triaccel_ray.service.tracking.shipped import read_shipped
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
-from triaccel_ray.service.tracking.sqlite_file import holds_run
-from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
+from triaccel_ray.service.tracking.tracking import Tracker, sqlite_path
 from triaccel_ray.service.units import format_bytes
 
 FLUSH_TIMEOUT_S = 15.0
@@ -33,23 +30,18 @@ FLUSH_TIMEOUT_S = 15.0
 def with_recorded_store(folder: Path, where: Where) -> Where:
     """Returns `where` with the tracking store that holds the run of `folder`, unless `where` names a store.
 
+    A SQLite file that is gone has been moved, perhaps together with the runs: the usual store is used.
+
     Raises:
-        TrackingUnavailableError: the store requires a password, or no store is named or known.
+        TrackingUnavailableError: no store is named or known.
     """
     shipped = read_shipped(folder)
-    if where.tracking_uri is not None or shipped is None or _is_in_named_store(shipped):
-        pass
-    elif not _is_in_usual_store(shipped, where):
-        if HIDDEN in shipped.store:
-            raise TrackingUnavailableError(
-                f"tracking uri = None: {folder.name} is recorded in {shipped.store}, whose user and password are not "
-                "kept; give --tracking-uri as before, or without them where MLFLOW_TRACKING_USERNAME and "
-                "MLFLOW_TRACKING_PASSWORD hold them"
-            )
-        err.print(f"recorded in {shipped.store}, as before; --tracking-uri names another store", soft_wrap=True)
-        where = replace(where, tracking_uri=shipped.store)
-    elif os.environ.get("MLFLOW_TRACKING_URI") and where.storage_path.uri is None:
-        where = replace(where, tracking_uri=own_store(where.storage_path.folder))  # the usual one, not the variable's
+    if where.tracking_uri is None and shipped is not None:
+        path = sqlite_path(shipped.store)
+        usual = None if where.storage_path.uri is not None else tracking_uri_of(where.storage_path, None)
+        if shipped.store != usual and (path is None or path.is_file()):
+            err.print(f"recorded in {shipped.store}, as before; --tracking-uri names another store", soft_wrap=True)
+            where = replace(where, tracking_uri=shipped.store)
     tracking_uri_of(where.storage_path, where.tracking_uri)
     return where
 
@@ -63,38 +55,13 @@ def experiment_of(tracker: Tracker, folder: Path, *, given: str | None, default:
     shipped = read_shipped(folder)
     if shipped is None:
         return given or default
-    is_in_store = shipped.store == tracker.display_uri
+    is_in_store = shipped.store == tracker.uri
     current = tracker.experiment_of(shipped.run_id) if is_in_store and shipped.run_id is not None else None
     if current is None:  # will be recorded again, in another store
         return given or shipped.experiment or default
     rule = f"{folder.name} is recorded in {current!r}, and MLflow moves no run to another experiment; leave it out"
     require(given in (None, current), "experiment", given, rule)
     return current
-
-
-def _is_in_named_store(shipped: Shipped) -> bool:
-    """Returns whether the run is recorded in the store that MLFLOW_TRACKING_URI names."""
-    try:
-        named = named_store(None)
-    except ValueError:
-        return False
-    if named is None:
-        return False
-    is_same = without_credentials(named) == shipped.store
-    return is_same or (shipped.run_id is not None and holds_run(named, shipped.run_id))
-
-
-def _is_in_usual_store(shipped: Shipped, where: Where) -> bool:
-    """Returns whether the default store can be used.
-
-    A SQLite file may have been moved or copied together with the runs, or left behind: it counts if the run is in it.
-    """
-    if not shipped.store.startswith("sqlite:///"):
-        return False
-    if shipped.run_id is None or not holds_run(shipped.store, shipped.run_id):
-        return True
-    storage = where.storage_path
-    return storage.uri is None and holds_run(own_store(storage.folder), shipped.run_id)
 
 
 def search_parent(spec: SearchSpec, folder: Path) -> Parent:
@@ -134,7 +101,7 @@ def recording(
     finally:
         if not shipper.finish(timeout_s):
             err.print(
-                f"not everything is recorded in {tracker.display_uri}: {shipper.last_error}\n"
+                f"not everything is recorded in {tracker.uri}: {shipper.last_error}\n"
                 f"Some records still wait. Nothing is lost: `{resume_command}` records them once the store answers.",
                 style="yellow",
                 soft_wrap=True,

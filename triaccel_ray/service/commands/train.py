@@ -25,7 +25,7 @@ from triaccel_ray.service.cluster.cluster import (
     require_reachable,
 )
 from triaccel_ray.service.commands.model_delivery import deliver_model
-from triaccel_ray.service.commands.next_steps import ONCE_IT_IS_BACK, command_to_resume, print_outcome, resumable
+from triaccel_ray.service.commands.next_steps import command_to_resume, print_outcome, resumable
 from triaccel_ray.service.commands.progress import Progress
 from triaccel_ray.service.commands.recording import (
     experiment_of,
@@ -120,7 +120,6 @@ def carry_out(command: Trains | Resume, show: Callable[[View], object] = lambda 
     Raises:
         ValueError, TypeError, OSError: the request is invalid.
         RunFailedError: a run failed, and with it the whole command.
-        HeadLostError: the cluster's head was lost; the message has the command that resumes the work.
         KeyboardInterrupt: the user interrupted the command; likewise.
     """
     where = replace(command.where, address=joined_address(command.where.address))
@@ -196,12 +195,12 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
         contextlib.nullcontext() if context.resume else claiming_name(folder),
         resumable(resume_command, place),
         mirrored(place),
-        _ray(where, resume_command),
+        _ray(where),
         recording(tracker, folder, resume_command, experiment=experiment),
     ):
         specs, num_gpus = {folder.name: spec}, gpus_of_a_run(spec, where.address)
         title = f"{spec.task}: {METHODS[spec.method]}"
-        with Progress(title, folder.parent, specs, goal=spec.goal, each_epoch=True):
+        with Progress(title, folder.parent, specs, goal=spec.goal, max_epochs=100):
             failures = run_all(specs, place.parent, num_gpus=num_gpus)
     if failures:  # or invalid input that only the run's own process could detect
         raise failures[folder.name]
@@ -228,7 +227,7 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
     parent = search_parent(spec, folder)
     recorded = recording_parent(tracker, folder, resume_command, experiment, base.control, parent)
     with resumable(resume_command, place), mirrored(place), recorded as log:
-        with _ray(where, resume_command):
+        with _ray(where):
             _run_search(spec, context, log.claim)
         record = read_search(folder)
         found = tuned_thresholds_of(record)
@@ -284,7 +283,7 @@ def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
     parent = Parent(name=folder.name, tags=tags)
     recorded = recording_parent(tracker, folder, resume_command, experiment, base.control, parent)
     with resumable(resume_command, place), mirrored(place), recorded as log:
-        with _ray(where, resume_command):
+        with _ray(where):
             num_gpus = gpus_of_a_run(base, where.address)
             if spec.num_fixed and read_comparison(folder).fixed is None:
                 title = f"{base.task}: trials on validation samples"
@@ -318,15 +317,15 @@ def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
     )
 
 
-def _ray(where: Where, resume_command: str) -> AbstractContextManager[None]:
-    """Prints a message and connects to Ray, which may take seconds; `resume_command` is the command that resumes."""
+def _ray(where: Where) -> AbstractContextManager[None]:
+    """Prints a message and connects to Ray, which may take seconds."""
     if where.address is None:
         text = "starting Ray ..."
     else:
         verb = "using the" if ray.is_initialized() else "joining"
         text = f"{verb} Ray at {display_address(where.address)} ..."
     err.print(text, soft_wrap=True)
-    return cluster(where.address, final_hint=f"{ONCE_IT_IS_BACK}\n{resume_command}")
+    return cluster(where.address)
 
 
 def _end_record(failed: Collection[str], num_runs: int, results: Mapping[str, float]) -> End:

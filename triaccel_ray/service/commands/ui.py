@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import signal
-import socket
 import subprocess
 import sys
 
-from triaccel_ray.service.console import err, out
+from triaccel_ray.service.console import out
 from triaccel_ray.service.signals import as_interrupt
-from triaccel_ray.service.tracking.sqlite_file import sqlite_path
-from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
+from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError, sqlite_path
 
 GRACE_S = 10.0
 """Time that a server gets to shut down before it is killed."""
-ALLOWED_HOSTS = "MLFLOW_SERVER_ALLOWED_HOSTS"
-ALLOWED_ORIGINS = "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether only this machine can reach a server on `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def exposure(host: str, port: int) -> str:
-    """Returns the warning about a server that other machines reach: who may do what, and under which host names."""
-    text = f"--host {host}: everybody who reaches this machine can read and delete runs"
-    if os.environ.get(ALLOWED_HOSTS) and os.environ.get(ALLOWED_ORIGINS):
-        return text
-    return (
-        f"{text}; browsers elsewhere are answered 403 unless the environment allows the name by which they call: "
-        f"{ALLOWED_HOSTS}=NAME:{port} {ALLOWED_ORIGINS}=http://NAME:{port}"
-    )
 
 
 def require_store(tracker: Tracker) -> None:
@@ -49,7 +25,7 @@ def require_store(tracker: Tracker) -> None:
     path = sqlite_path(tracker.uri)
     if path is not None and not path.is_file():
         raise TrackingUnavailableError(
-            f"tracking uri = {tracker.display_uri!r}: there is no such file, so nothing is recorded there; name the "
+            f"tracking uri = {tracker.uri!r}: there is no such file, so nothing is recorded there; name the "
             "folder of your runs with --storage-path, or their store with --tracking-uri"
         )
 
@@ -69,29 +45,14 @@ def runs_pages(tracker: Tracker, base: str) -> dict[str, str]:
 
 
 def show(tracker: Tracker, host: str, port: int) -> int:
-    """Prints the page of each experiment, serves a SQLite store until Ctrl-C, and returns the exit status.
-
-    Raises:
-        ValueError: no server can listen there.
-    """
+    """Prints the page of each experiment, serves a SQLite store until Ctrl-C, and returns the exit status."""
     is_server = tracker.uri.startswith("http")
-    if not is_server:
-        if not is_loopback(host):
-            err.print(exposure(host, port), style="yellow", soft_wrap=True)
-        try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            socket.create_server((host, port), family=family).close()
-        except OSError as error:
-            rule = f"cannot be listened on ({error.strerror}); choose another --port or --host"
-            raise ValueError(f"host, port = {host!r}, {port}: {rule}") from error
-    pages = runs_pages(tracker, tracker.display_uri.rstrip("/") if is_server else f"http://{host}:{port}")
+    pages = runs_pages(tracker, tracker.uri.rstrip("/") if is_server else f"http://{host}:{port}")
     lines = [f"{name}: {page}" for name, page in pages.items()] or ["no runs are recorded yet"]
-    if is_server:
-        out.print("\n".join(["the tracking server has its own UI:", *lines]), soft_wrap=True)
-        return 0
-    out.print("\n".join(["MLflow UI (Ctrl-C ends it)", *lines, f"store: {tracker.display_uri}"]), soft_wrap=True)
+    title = "the tracking server has its own UI:" if is_server else "MLflow UI (Ctrl-C ends it)"
+    out.print("\n".join([title, *lines, f"store: {tracker.uri}"]), soft_wrap=True)
     sys.stdout.flush()
-    return _serve(tracker.uri, host, port)
+    return 0 if is_server else _serve(tracker.uri, host, port)
 
 
 def _serve(store_uri: str, host: str, port: int) -> int:

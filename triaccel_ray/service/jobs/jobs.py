@@ -17,11 +17,9 @@ from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.cli.parsing import check, expanded, parse
 from triaccel_ray.service.cli.specs import Resume, Trains
 from triaccel_ray.service.cli.translation import spec_of
-from triaccel_ray.service.credentials import without_credentials
 from triaccel_ray.service.report.tables import Grid
 from triaccel_ray.service.session import checked_name, named_store, new_name, require_experiment, tracking_uri_of
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.service.tracking.tracking import TrackingUnavailableError
 from triaccel_ray.service.units import format_bytes
 
 if TYPE_CHECKING:
@@ -158,15 +156,6 @@ def jobs_grid(jobs: Sequence[JobDetails], *, now_ms: int) -> Grid:
 def _tracking_option(uri: str | None, folder: Path) -> list[str]:
     if uri is None:
         return []
-    shown = without_credentials(uri)
-    if shown != uri:
-        raise TrackingUnavailableError(
-            f"tracking uri = {shown!r}: everybody who may list the cluster's jobs would read user and "
-            "password; leave them out, and give them to the cluster's machines in ~/.mlflow/credentials, or as "
-            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment of `ray start`"
-        )
-    schemes = ("sqlite:///", "http://", "https://")
-    require(uri.startswith(schemes), "tracking uri", uri, f"must begin with one of {', '.join(schemes)}")
     path = uri.removeprefix("sqlite:///")
     return ["--tracking-uri", f"sqlite:///{folder / path}" if uri.startswith("sqlite:///") else uri]
 

@@ -203,7 +203,7 @@ class Shipment:
     def _open(self, parent_id: str | None, start_ms: int) -> str:
         """Returns the run's id, creating it if needed; its key can be derived again if `mlflow.json` is lost."""
         label = self._label
-        shipped = self._shipped or Shipped(store=self._tracker.display_uri, key=f"{label.key}@{start_ms}")
+        shipped = self._shipped or Shipped(store=self._tracker.uri, key=f"{label.key}@{start_ms}")
         if shipped.run_id is not None:
             return shipped.run_id
         self._write(replace(shipped, experiment=label.experiment))
@@ -287,7 +287,7 @@ class Shipment:
         if shipped is not None and not (self._is_verified and shipped == self._shipped):
             # A SQLite file may have been moved together with the runs: the run's id decides, not the store's URI.
             known = shipped if self._has_run(shipped) else Shipped(store=shipped.store, key=shipped.key)
-            shipped = replace(known, store=self._tracker.display_uri)
+            shipped = replace(known, store=self._tracker.uri)
             self._is_verified = True
         if shipped != self._shipped:
             self._tail.restart()
@@ -295,7 +295,7 @@ class Shipment:
 
     def _has_run(self, shipped: Shipped) -> bool:
         if shipped.run_id is None:
-            return shipped.replaces is not None and shipped.store == self._tracker.display_uri
+            return shipped.replaces is not None and shipped.store == self._tracker.uri
         run = self._tracker.find_run(shipped.run_id)
         if run is None:
             return False

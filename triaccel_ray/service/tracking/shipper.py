@@ -166,7 +166,7 @@ class Shipper:
 
     def _describe(self, folder: Path, failure: Exception) -> str:
         if _SQLITE_FULL in str(failure):
-            text = f"the disk of {self._tracker.display_uri} is full: make room there"
+            text = f"the disk of {self._tracker.uri} is full: make room there"
         elif is_disk_full(failure):  # MLflow's copying does not say which disk: take the one with the least room
             disks = (path for path in (folder, self._tracker.artifact_root) if path.exists())
             fullest = min(disks, key=lambda path: shutil.disk_usage(path).free)
@@ -174,7 +174,7 @@ class Shipper:
         else:  # SQLAlchemy may put a note first, and adds the statement with all values
             lines = (line for line in str(failure).strip().split("\n") if not line.startswith("(raised as a result of"))
             text = f"{type(failure).__name__}: {next(lines, '')}"
-        return self._tracker.mask(f"{folder.name}: {text}")[:LONGEST_MESSAGE]
+        return f"{folder.name}: {text}"[:LONGEST_MESSAGE]
 
     def _report(self, error: str | None) -> None:
         if error is not None:

@@ -7,7 +7,6 @@ use: a command that records nothing does not wait for it.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import getpass
 import http.client
@@ -21,17 +20,14 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import unquote, urlsplit
 
 from filelock import FileLock
-
-from triaccel_ray.service.credentials import without_credentials, without_passwords
-from triaccel_ray.service.tracking.sqlite_file import SQLITE, relocate_artifacts, sqlite_path
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
+_SQLITE = "sqlite:///"
 RUN_KEY_TAG = "triaccel.run_key"
 """Tag by which a run is found again if its id was lost after its creation, before it was saved."""
 
@@ -41,6 +37,14 @@ _TAGS_OF_ONE_ATTEMPT = ("outcome", "failure", "interrupted", "resumed_from_step"
 PROBE_TIMEOUT_S = 3.0
 
 _WAY_OUT = "start a server there (`mlflow server`), or record in a local file with --tracking-uri sqlite:///FILE"
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """Returns the absolute path of a SQLite URI's file, else None."""
+    name = uri.removeprefix(_SQLITE)
+    if not uri.startswith(_SQLITE) or name in ("", ":memory:"):
+        return None
+    return Path(name).absolute()
 
 
 class TrackingUnavailableError(ValueError):
@@ -54,24 +58,15 @@ class Tracker:
         """Stores the arguments; the store is opened at first use.
 
         Args:
-            uri: `sqlite:///FILE`, `http://HOST:PORT` or `https://...`, with `USER:PASSWORD@` if need be.
+            uri: `sqlite:///FILE`, `http://HOST:PORT` or `https://...`, checked by `session.named_store`.
             artifact_root: folder of artifacts for a SQLite store; a server has its own.
         """
         path = sqlite_path(uri)
-        self.uri = uri if path is None else f"{SQLITE}{path}"
+        self.uri = uri if path is None else f"{_SQLITE}{path}"
         self.artifact_root = artifact_root.absolute()
         self.asked_at: float | None = None
         """Monotonic time of the first call after the last successful one; None right after a success."""
         self._path = path
-
-    @property
-    def display_uri(self) -> str:
-        """The URI without user and password, fit for messages and files."""
-        return without_credentials(self.uri)
-
-    def mask(self, text: str) -> str:
-        """Returns `text` without user and password of the store's URI, or of any other in it."""
-        return without_passwords(text.replace(self.uri, self.display_uri))
 
     def check(self) -> None:
         """Checks that the store can be used: a server answers within three seconds, or the file can be written.
@@ -81,12 +76,8 @@ class Tracker:
         """
         if self._path is not None:
             self._check_file(self._path)
-        elif self.uri.startswith(("http://", "https://")):
-            self._check_server()
-        elif self.uri.startswith(SQLITE):
-            raise self._unavailable("names no file")
         else:
-            raise self._unavailable("must begin with sqlite:///, http:// or https://")
+            self._check_server()
 
     def prepare(self) -> None:
         """Creates the store if it is new; any number of processes may call this at the same time.
@@ -125,8 +116,7 @@ class Tracker:
                 client = MlflowClient(tracking_uri=self.uri)
                 client.search_experiments(max_results=1)
             except Exception as error:  # MLflow, SQLAlchemy and Alembic each raise their own
-                raise self._unavailable(f"cannot be opened ({self.mask(str(error))})") from error
-            relocate_artifacts(self._path, self.artifact_root)
+                raise self._unavailable(f"cannot be opened ({error})") from error
         return client
 
     def experiment_id(self, name: str) -> str:
@@ -149,7 +139,7 @@ class Tracker:
                 found = self.client.get_experiment_by_name(name)
         if found is None or found.lifecycle_stage != "active":
             raise ValueError(
-                f"experiment = {name!r}: was deleted in MLflow ({self.display_uri}); restore it with "
+                f"experiment = {name!r}: was deleted in MLflow ({self.uri}); restore it with "
                 "`mlflow experiments restore`, or choose another name"
             )
         return str(found.experiment_id)
@@ -262,21 +252,14 @@ class Tracker:
 
     def _check_server(self) -> None:
         try:
-            parts = urlsplit(self.uri)
-            _ = parts.port  # raises if the port is invalid
-            host = parts.netloc.rpartition("@")[2]
-            request = urllib.request.Request(f"{parts.scheme}://{host}{parts.path.rstrip('/')}/health")
-            if parts.password is not None:
-                login = f"{unquote(parts.username or '')}:{unquote(parts.password)}".encode()
-                request.add_header("Authorization", f"Basic {base64.b64encode(login).decode()}")
-            urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S).close()
+            urllib.request.urlopen(f"{self.uri.rstrip('/')}/health", timeout=PROBE_TIMEOUT_S).close()
         except urllib.error.HTTPError as error:
             raise self._unavailable(f"what answers there is no MLflow server (/health: {error.code})") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise self._unavailable(f"no MLflow server answers there ({self.mask(str(error))})") from error
+            raise self._unavailable(f"no MLflow server answers there ({error})") from error
 
     def _unavailable(self, rule: str) -> TrackingUnavailableError:
-        return TrackingUnavailableError(f"tracking uri = {self.display_uri!r}: {rule}; {_WAY_OUT}")
+        return TrackingUnavailableError(f"tracking uri = {self.uri!r}: {rule}; {_WAY_OUT}")
 
 
 class _TimedClient:
