@@ -139,7 +139,7 @@ def test_ctrl_c_and_sigterm_end_everything_and_say_how_to_go_on(
 
     for to_group in (False, True):
         resumed = terminal(tmp_path, *shlex.split(way_on)[1:])
-        resumed.wait_until(partial(lambda each: "trial-000: epoch" in each.shown, resumed))
+        resumed.wait_until(partial(lambda each: ": epoch" in each.shown.partition(": 3 trials")[2], resumed))
         assert resumed.send(signal.SIGTERM, to_group=to_group) == 130
         assert way_on in resumed.shown
         assert "The best trial" not in resumed.shown

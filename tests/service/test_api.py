@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import shlex
 import signal
@@ -21,13 +20,12 @@ from tests.service.build import CONTROL, SimulatedRun
 from tests.service.own_task import MODULE
 from tests.service.search_folder import simulated_search
 from tests.service.stores import runs
-from tests.service.test_help import help_of, options_in
 from tests.service.waiting import wait_until
 from triaccel_ray import Report, RunFailedError, compare, run, search, tune_batch
-from triaccel_ray.service.cli.keywords import command_of
+from triaccel_ray.service.api import command_of
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.parsing import parse
-from triaccel_ray.service.cli.specs import Compare, Run, Search, TuneBatch, word_of
+from triaccel_ray.service.cli.specs import Run, Search
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.storage.layout import EVENTS
@@ -36,20 +34,7 @@ from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.registry import name_of
 
 MODULE_NAME = "tasks_of_a_notebook"
-FUNCTIONS = {Run: run, Search: search, Compare: compare, TuneBatch: tune_batch}
 QUICK: dict[str, Any] = {"epochs": 1, "device": "cpu"}
-
-
-@pytest.mark.parametrize("command", FUNCTIONS)
-def test_keywords_are_the_options_of_the_command(
-    command: type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task, *keywords = inspect.signature(FUNCTIONS[command]).parameters.values()
-    word = word_of(command)
-    options = options_in(help_of(word, capsys, monkeypatch)) - {"--help"}
-    assert {f"--{each.name.rstrip('_').replace('_', '-')}" for each in keywords} == options
-    assert task.name == "task"
-    assert command_of(command, "digits", {each.name: each.default for each in keywords}) == parse([word, "digits"])
 
 
 class OwnPath:

@@ -96,7 +96,7 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("run digits --address 127.0.0.1:port", "address = '127.0.0.1:port': no Ray cluster answers"),
     ("run digits --address 127.0.0.1:99999", "set RAY_AUTH_MODE=token"),
     ("compare digits --tracking-uri http://127.0.0.1:1", "no MLflow server"),
-    ("ui --tracking-uri ftp://host", "tracking uri = 'ftp://host': must begin with sqlite:///, http://"),
+    ("ui --tracking-uri ftp://host", "tracking uri = 'ftp://host': must be http://HOST:PORT of a server or sqlite:///FILE"),
     ("run digits --tracking-uri sqlite:///{storage}/notes.txt", "is not a SQLite database"),
     # the argument parser's own
     ("search digits --also beta", "tau_curv"),

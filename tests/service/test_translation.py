@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.service.cli.keywords import command_of
-from triaccel_ray.service.cli.options import RUN_SETTINGS, repeat_command, settings_of_run, settings_text
+from triaccel_ray.service.cli.options import RUN_SETTINGS, repeat_command, settings_of_run
 from triaccel_ray.service.cli.parsing import check, parse
-from triaccel_ray.service.cli.specs import Search, TuneBatch
+from triaccel_ray.service.cli.specs import TuneBatch
 from triaccel_ray.service.cli.translation import (
     comparison_of,
     replayed_control,
@@ -33,7 +32,6 @@ from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.storage.layout import SPEC, write_value
 from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.task import Purpose
-from triaccel_ray.trainables.text import TextGpt
 
 BASE = RunSpec(task="digits", recipe=Digits.recipe, control=Digits.control, keep="last")
 UNUSUAL = replace(
@@ -161,64 +159,12 @@ def test_there_is_one_thing_to_begin_with(words: str, message: str) -> None:
         typed(*words.split())
 
 
-def test_a_file_of_settings_is_the_run_again() -> None:
-    Path("mine.toml").write_text(settings_text(UNUSUAL))
-    assert typed("run", "--config", "mine.toml") == UNUSUAL
-    other = typed("run", "--config", "mine.toml", "--lr", "0.5", "--tau-curv", "3")
-    assert (other.recipe.lr, other.control.curvature.tau_curv) == (0.5, 3.0)
-    assert other.recipe == replace(UNUSUAL.recipe, lr=0.5)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("epochs = 'many'", "epochs = 'many': must be an integer"),
-        ("epoch = 3", "option = 'epoch': no such option of this command in bad.toml"),
-        ("", r"config = 'bad\.toml': cannot be read: No such file"),
-        ("epochs = ", "config = 'bad.toml': is no TOML file"),
-        ("initial-layers = ['conv1']", r"initial_layers = \('conv1',\): must be LAYER=PRECISION, each layer once"),
-        ("initial-layers = ['conv1=fp32', 'conv1=bf16']", "initial_layers"),
-        ("task = 5", "task = 5: must be a str"),
-        ("data-dir = '~nobody at all/x'", "names a user whom this machine does not know"),
-        (100_000 * "[", "config = 'bad.toml': is no TOML file"),
-    ],
-)
-def test_a_file_that_breaks_a_rule_is_refused(text: str, message: str) -> None:
-    if text:
-        Path("bad.toml").write_text(text)
-    words = ["run", "--config", "bad.toml"] if text.startswith("task") else ["run", "digits", "--config", "bad.toml"]
-    with pytest.raises(ValueError, match=message):
-        typed(*words)
-
-
-def test_a_file_may_hold_what_belongs_to_a_search_and_what_is_typed_acts() -> None:
-    text = "trials = 3\nnoise-bound = true\nname = 'hunt'\nalso = ['alpha']\ntask = 'digits'\nexperiment = 'other'"
-    Path("hunt.toml").write_text(text)
-    spec = typed("search", "--config", "hunt.toml")
-    assert (spec.num_trials, spec.optional, spec.base.control.batch.bound_by_noise_scale) == (3, ("alpha",), True)
-    words = ["search", "--config", "hunt.toml", "--name", "other", "--also", "t_ctrl", "--trials", "16"]
-    command = parse([*words, "--experiment", "triaccel-searches"])  # though it is the default
-    assert isinstance(command, Search)
-    assert (command.name, command.experiment, command.task) == ("other", "triaccel-searches", "digits")
-    assert (search_of(command).num_trials, search_of(command).optional) == (16, ("t_ctrl",))
-    given: dict[str, Any] = {"name": "other", "trials": 16, "also": ["t_ctrl"], "experiment": "triaccel-searches"}
-    assert command_of(Search, None, {"config": "hunt.toml", **given}) == command
-
-
-def test_an_option_takes_what_belongs_to_it_from_the_file() -> None:
-    Path("mine.toml").write_text(settings_text(replace(BASE, memory_headroom_bytes=2**26)))
-    words = ("--memory-budget", "2GiB", "--curvature", "hessian")
+def test_an_option_takes_what_belongs_to_it_from_a_repeated_run() -> None:
+    stored(replace(BASE, memory_headroom_bytes=2**26), "first")
     for size in (256, 100):
-        spec = typed("run", "--config", "mine.toml", "--batch-size", str(size), *words)
+        spec = typed("run", "--from", "first", "--batch-size", str(size), "--memory-budget", "2GiB")
         assert spec.control.batch.start == size
         assert (spec.memory_budget_bytes, spec.memory_headroom_bytes) == (2**31, None)
-
-
-def test_a_final_run_is_one_again() -> None:
-    text = RunSpec(task="text-gpt", recipe=TextGpt.recipe, control=TextGpt.control, goal=TextGpt().goal, keep="last")
-    final = replace(text, purpose=Purpose.FINAL, data_dir="/data \N{PILE OF POO} \x7f")
-    Path("mine.toml").write_text(settings_text(final))
-    assert typed("run", "--config", "mine.toml") == final
 
 
 def test_a_replay_has_other_thresholds() -> None:
@@ -249,6 +195,9 @@ def test_options_that_break_a_rule_are_refused() -> None:
     for words, message in (
         ("--loss-scale 0.5", r"initial \(loss_scale\) = 0.5: must lie in \[1, 16777216\]"),
         ("--initial-layers conv1=fp8", "initial_layers.conv1 = 'fp8'"),
+        ("--initial-layers conv1", r"initial_layers = \('conv1',\): must be LAYER=PRECISION, each layer once"),
+        ("--initial-layers conv1=fp32 conv1=bf16", "initial_layers = .*: must be LAYER=PRECISION, each layer once"),
+        ("--data-dir ~nobody-at-all/x", "names a user whom this machine does not know"),
     ):
         with pytest.raises(ValueError, match=message):
             typed("run", "digits", *words.split())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -20,7 +19,6 @@ from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.search.dimensions import dimensions
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.trainables.task import Purpose
 
 T = TypeVar("T")
 DEFAULT_STORAGE = StoragePath("triaccel-runs")
@@ -184,10 +182,6 @@ TRACKING_HELP = (
     "MLFLOW_TRACKING_URI, else mlflow.db in the storage folder. Required where the storage path is a URI. User and "
     "password belong in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, which `ps` does not show."
 )
-CONFIG_HELP = (
-    "TOML file of options, such as epochs = 5, and of the task, as config.toml in a run's folder. Options on the "
-    "command line override it."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +207,6 @@ class Source:
             help_behavior_hint="",
         ),
     ] = None
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help=CONFIG_HELP, help_behavior_hint="")] = None
 
 
 def is_group(hint: Any) -> bool:
@@ -222,27 +215,13 @@ def is_group(hint: Any) -> bool:
 
 
 def settings_of_run(spec: RunSpec) -> dict[str, Any]:
-    """Returns the task and every option of `triaccel run` that has a value, in the form of a settings file."""
-    values: dict[str, Any] = {"task": spec.task}
+    """Returns the options of `triaccel run` that have a value, by name, as they are typed."""
+    values = {}
     for each in (_METHOD, RUN_SETTINGS["seed"], RUN_SETTINGS["target"], _KEEP, *_TRAINING, *_THRESHOLDS):
         value: Any = reduce(getattr, each.path, spec)
         if value not in (None, {}):
             values[each.name] = each.shown(value)
-    if spec.purpose is Purpose.FINAL:
-        values["final"] = True
     return values
-
-
-def settings_text(spec: RunSpec) -> str:
-    """Returns `settings_of_run` as TOML, for --config."""
-    values = settings_of_run(spec)
-    texts = {name: str(value) if isinstance(value, float) else _toml(value) for name, value in values.items()}
-    return "".join(f"{name} = {text}\n" for name, text in texts.items())
-
-
-def _toml(value: Any) -> str:
-    """Returns the value as JSON that is also valid TOML: no surrogate pairs, and no bare DEL."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def repeat_command(command: str, folder: Path) -> str:

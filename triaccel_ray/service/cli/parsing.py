@@ -14,12 +14,10 @@ from typing import Annotated, Any, Union, get_args, get_type_hints
 import tyro
 
 from triaccel_ray.config import require
-from triaccel_ray.service.cli.keywords import REPLACED_BY, file_options
 from triaccel_ray.service.cli.options import CHOICES, is_group
 from triaccel_ray.service.cli.settings import given
 from triaccel_ray.service.cli.specs import Command, Compare, Replay, Run, Search, Trains, TuneBatch, word_of
 from triaccel_ray.service.credentials import without_passwords
-from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.registry import require_name
 
 MOST_USED: Mapping[type, str] = {
@@ -37,7 +35,7 @@ def parse(arguments: Sequence[str] | None) -> Command:
 
     Raises:
         SystemExit: they are invalid, or ask for help; the message has been printed, without passwords.
-        ValueError: there is no such command, or the file given as --config breaks a rule.
+        ValueError: there is no such command.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     own_words = words[: words.index("--")] if "--" in words else words  # words after -- belong to another command
@@ -61,9 +59,7 @@ def parse(arguments: Sequence[str] | None) -> Command:
         masked = [without_passwords(word) for word in words]
         if masked != words:
             _parse(Command, masked)  # reports invalid words here, without passwords in them
-        parsed = _parse(Command, words)
-        all_words = expanded(words, parsed)
-        return parsed if all_words == words else _parse(Command, all_words)
+        return _parse(Command, words)
     except BrokenPipeError:  # `triaccel search --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails, too
         sys.exit(1)
@@ -118,27 +114,3 @@ def check(command: Any) -> None:
         require_name(command.task)
     for group in (command.main, command.training, command.thresholds):
         given(group)
-
-
-def expanded(words: Sequence[str], typed: Command | None = None) -> list[str]:
-    """Returns the words with the options from the --config file inserted before those that were typed.
-
-    `typed` is the command that the words alone specify. If an option comes twice, the last one counts.
-    """
-    command = _parse(Command, words) if typed is None else typed
-    if not isinstance(command, Trains) or command.source.config is None:
-        return list(words)
-    groups = (command, command.source, command.training, command.thresholds)
-    beside = {name for name in REPLACED_BY if any(getattr(group, name, None) is not None for group in groups)}
-    values = file_options(type(command), command.source.config, beside)
-    own = [words[0], *([values.pop("task")] if "task" in values else [])]
-    last = ["--experiment", values.pop("experiment", type(command).experiment)]  # ends an option of several values
-    for name, value in values.items():
-        option = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            own += [option] if value else []
-        elif isinstance(value, tuple):
-            own += [option, *value]
-        else:
-            own += [option, value.storage if isinstance(value, StoragePath) else str(value)]
-    return [*own, *last, *words[1:]]

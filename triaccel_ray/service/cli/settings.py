@@ -103,7 +103,7 @@ class Setting:
         return value
 
     def shown(self, value: Any) -> Any:
-        """Returns the field's value as a settings file holds it, the inverse of `read`."""
+        """Returns the field's value as an option holds it, the inverse of `read` but for on and off."""
         if self.unit == "bytes":
             return format_exactly(value)
         if isinstance(value, Mapping):

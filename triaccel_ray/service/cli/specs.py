@@ -32,7 +32,7 @@ from triaccel_ray.service.cli.options import (
 
 SUBMIT_HELP = (
     "The command after `--`, such as `triaccel submit -- search digits --trials 8`. The working directory travels with "
-    "the job, without .git, virtual environments, caches, data, results, ignored files and files over 20 MiB. The "
+    "the job, without .git, virtual environments, caches, data, results and what .gitignore names. The "
     "cluster's Python needs triaccel-ray."
 )
 

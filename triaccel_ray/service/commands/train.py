@@ -13,7 +13,7 @@ from pathlib import Path
 import ray
 
 from triaccel_ray.records.events import Claim, End
-from triaccel_ray.service.cli.options import Where, settings_text
+from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search, Trains
 from triaccel_ray.service.cli.translation import spec_of
 from triaccel_ray.service.cluster.cluster import (
@@ -39,13 +39,13 @@ from triaccel_ray.service.compare.choosing import choose, trial_of
 from triaccel_ray.service.compare.comparison import COMPARISON, read_comparison, summary_metrics
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.console import err, out
-from triaccel_ray.service.failures import RunFailedError, reporting_full_disk
+from triaccel_ray.service.failures import RunFailedError
 from triaccel_ray.service.report.comparison import view_comparison
 from triaccel_ray.service.report.report import View
 from triaccel_ray.service.report.run import view_run
 from triaccel_ray.service.report.search import view_search
 from triaccel_ray.service.runs.environment import require_budget
-from triaccel_ray.service.runs.methods import METHODS, TUNE_BATCH
+from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.runs.record import read_if_begun, read_run, read_spec
 from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
@@ -69,10 +69,8 @@ from triaccel_ray.service.storage.copies import PAGE_FILES
 from triaccel_ray.service.storage.layout import (
     BASELINES,
     ERROR,
-    SETTINGS,
     begin,
     claiming_name,
-    write_atomically,
     write_value,
 )
 from triaccel_ray.service.storage.mirror import mirrored, require_unused, upload
@@ -184,7 +182,6 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
     before = read_if_begun(folder) if context.resume else None
     if before is not None and before.has_outcome:
         print_outcome(before)
-        _write_settings(spec, folder)
         if before.status != "failed (out_of_memory)":
             with mirrored(place), recording(tracker, folder, resume_command, experiment=experiment):
                 out.print(f"{folder.name} is {before.status}; recording in MLflow what is missing")
@@ -205,18 +202,10 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
     if failures:  # or invalid input that only the run's own process could detect
         raise failures[folder.name]
     run = read_run(folder)
-    _write_settings(spec, folder)
     view = view_run(run)
     context.show(view)
     upload(place, PAGE_FILES)
     return Outcome(context=context, view=view, is_complete=deliver_model(run, place, tracker, resume_command))
-
-
-def _write_settings(spec: RunSpec, folder: Path) -> None:
-    if spec.method == TUNE_BATCH:
-        return  # `triaccel run` cannot read this method
-    with reporting_full_disk(folder):
-        write_atomically(folder / SETTINGS, settings_text(spec))
 
 
 def _search(spec: SearchSpec, context: Context) -> Outcome:

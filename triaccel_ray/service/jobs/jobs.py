@@ -5,22 +5,19 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from triaccel_ray.config import require
-from triaccel_ray.service.cli.options import Where
-from triaccel_ray.service.cli.parsing import check, expanded, parse
+from triaccel_ray.service.cli.parsing import check, parse
 from triaccel_ray.service.cli.specs import Resume, Trains
 from triaccel_ray.service.cli.translation import spec_of
 from triaccel_ray.service.report.tables import Grid
 from triaccel_ray.service.session import checked_name, named_store, new_name, require_experiment, tracking_uri_of
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.service.units import format_bytes
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails
@@ -30,16 +27,10 @@ COMMANDS = ("run", "search", "compare", "tune-batch", "resume")
 
 _CACHES = ("node_modules", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache")
 NEVER_TRAVELS = (".git", ".venv", "venv", *_CACHES, "triaccel-runs", "mlruns", "mlflow.db")
-"""Names of files and folders that are not uploaded, anywhere below the working directory."""
-
-LARGEST_FILE_BYTES = 20 * 2**20
-"""Larger files are taken for data or weights and are not uploaded."""
+"""Names of files and folders that are not uploaded, nor is what `.gitignore` names."""
 
 WHAT_KEY, RESUME_KEY = "triaccel.what", "triaccel.resume"
 """Metadata keys of a job: for command and task, and for the words after `triaccel` that resume it."""
-
-STOP_WAIT_S = 120
-"""Time that a stopped job gets to end by itself: it ships its last records and draws its pictures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,59 +51,54 @@ class Submission:
     """For the user: how the job differs from a run on this machine."""
 
 
-def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submission:
-    """Returns the job that runs `triaccel WORDS` on a cluster, as if it were typed in `folder`.
+def submission(words: Sequence[str], *, name: str | None) -> Submission:
+    """Returns the job that runs `triaccel WORDS` on a cluster, as if it were typed in the current folder.
 
     Paths become absolute: a relative one would lie in the job's temporary folder and be deleted with it.
 
     Args:
         words: command and options.
         name: the job's id; None for the name of its result, or one made of command, task and time.
-        folder: the working directory.
 
     Raises:
         ValueError: the words are no such command, an option breaks its rule, or something makes no sense on a cluster.
         SystemExit: an option does not exist; the parser has printed a message.
     """
-    command = _checked_command(words)
+    command, folder = _checked_command(words), Path.cwd()
     rule = "is no folder of a project, and would travel whole; change into the project's folder"
     require(folder not in (Path.home(), Path(folder.anchor)), "working directory", str(folder), rule)
     storage = command.where.storage_path
-    if storage.uri is None:
-        storage = StoragePath(str(folder / Path(storage.storage).expanduser()))
-    if not isinstance(command, Resume):  # `resume` finds the tracking store used before
-        tracking_uri_of(storage, command.where.tracking_uri)
-        command = replace(command, where=replace(command.where, tracking_uri=named_store(command.where.tracking_uri)))
-    tracking = _tracking_option(command.where.tracking_uri, folder)
-    notes = list(_storage_notes(command.where, storage))
-    # The words hold the options of the --config file, so the job does not need the file.
-    kept = _without(expanded(words), "storage-path", "tracking-uri", "address", "name", "data-dir", "config", "from")
+    storage = storage if storage.uri is not None else StoragePath(str(storage.folder))
     stays = [] if storage.uri is not None else [storage.folder]
+    access = "share" if storage.uri is None else "reach, with credentials of their own"
+    notes = [f"storage: {storage}, which all machines of the cluster must {access}"]
+    kept = _without(words, "storage-path", "tracking-uri", "address", "name", "data-dir", "from")
     if isinstance(command, Resume):
-        target = _absolute_name(command.name, folder)
+        given = command.where.tracking_uri
+        store = None if given is None else named_store(given)  # else the store used before
+        target, subject = _absolute_name(command.name), Path(command.name).name
         kept = [target if word == command.name else word for word in kept]
-        subject = Path(command.name).name
         job = checked_name(name) if name is not None else new_name(None, "resume", subject)
     else:
+        tracking_uri_of(storage, command.where.tracking_uri)
+        store = named_store(command.where.tracking_uri)
         require_experiment(command.experiment)
         spec_of(command)  # raises errors in the options now; otherwise they would appear later, in the job's log
         subject = command.task or Path(command.source.from_ or "").name
         job = new_name(name or command.name, words[0], subject)
         target = job if command.name is None else checked_name(command.name)
-        data_dir = vars(command.training)["data_dir"]
         if command.source.from_ is not None:
-            kept += ["--from", _absolute_name(command.source.from_, folder)]
+            kept += ["--from", _absolute_name(command.source.from_)]
         kept += ["--name", target]
+        data_dir = vars(command.training)["data_dir"]
         if data_dir is not None:
-            data_dir = folder / data_dir.expanduser()
+            data_dir = data_dir.expanduser().absolute()
             kept += ["--data-dir", str(data_dir)]
             stays.append(data_dir)
             notes.append(f"data: {data_dir}, which the cluster's machines must have too")
-    where = ["--storage-path", storage.storage, *tracking]
+    where = ["--storage-path", storage.storage, *([] if store is None else ["--tracking-uri", store])]
     experiment = [] if command.experiment in (None, type(command).experiment) else ["--experiment", command.experiment]
-    excludes, large = _excluded_files(folder, stays)
-    if large:
-        notes.append(f"stays here, larger than {format_bytes(LARGEST_FILE_BYTES)}: {', '.join(large)}")
+    inside = [path.relative_to(folder).as_posix() for path in stays if path.is_relative_to(folder) and path != folder]
     return Submission(
         id=job,
         entrypoint=shlex.join(["python", "-m", "triaccel_ray.service", *kept, *where, "--address", "auto"]),
@@ -120,9 +106,9 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
         resume=shlex.join(["resume", target, *where, *experiment]),
         runtime_env={
             "working_dir": str(folder),
-            "excludes": excludes,
+            "excludes": [*NEVER_TRAVELS, *(re.sub(r"([\\*?\[\]!# ])", r"\\\1", f"/{path}") for path in inside)],
             # As Ctrl-C: the log is ended and shipped. Ray's default, SIGTERM, would leave it "running" for ever.
-            "env_vars": {"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
+            "env_vars": {"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": "120"},
         },
         notes=notes,
     )
@@ -153,24 +139,9 @@ def jobs_grid(jobs: Sequence[JobDetails], *, now_ms: int) -> Grid:
     return Grid(header=("job", "what", "status", "started", "duration"), rows=rows)
 
 
-def _tracking_option(uri: str | None, folder: Path) -> list[str]:
-    if uri is None:
-        return []
-    path = uri.removeprefix("sqlite:///")
-    return ["--tracking-uri", f"sqlite:///{folder / path}" if uri.startswith("sqlite:///") else uri]
-
-
-def _storage_notes(where: Where, storage: StoragePath) -> Iterator[str]:
-    access = "share" if storage.uri is None else "reach, with credentials of their own"
-    yield f"storage: {storage}, which all machines of the cluster must {access}"
-    uri = where.tracking_uri
-    if uri is not None and uri.startswith("http") and urlsplit(uri).hostname in ("localhost", "127.0.0.1", "::1"):
-        yield f"tracking: {uri} means the machine on which the job runs, the cluster's head node"
-
-
-def _absolute_name(name: str, folder: Path) -> str:
+def _absolute_name(name: str) -> str:
     """Returns `name`, or its absolute path if it is a path to an existing folder."""
-    return str(folder / name) if os.sep in name and (folder / name).is_dir() else name
+    return os.path.abspath(name) if os.sep in name and os.path.isdir(name) else name
 
 
 def _without(words: Sequence[str], *options: str) -> list[str]:
@@ -185,22 +156,3 @@ def _without(words: Sequence[str], *options: str) -> list[str]:
         else:
             kept.append(word)
     return kept
-
-
-def _excluded_files(folder: Path, stays: Sequence[Path]) -> tuple[list[str], list[str]]:
-    """Returns patterns, in .gitignore's syntax, of files that are not uploaded, and the large files among these."""
-    inside = {path for path in stays if path != folder and path.is_relative_to(folder)}
-    large = []
-    for root, folders, files in os.walk(folder):
-        here = Path(root)
-        folders[:] = [name for name in folders if name not in NEVER_TRAVELS and here / name not in inside]
-        for name in files:
-            path = here / name
-            if name not in NEVER_TRAVELS and path.is_file() and path.stat().st_size > LARGEST_FILE_BYTES:
-                large.append(path.relative_to(folder).as_posix())
-    anchored = [path.relative_to(folder).as_posix() for path in sorted(inside)] + large
-    return [*NEVER_TRAVELS, *(f"/{_escaped(path)}" for path in anchored)], large
-
-
-def _escaped(path: str) -> str:
-    return re.sub(r"([\\*?\[\]!# ])", r"\\\1", path)

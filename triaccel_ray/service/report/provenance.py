@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from triaccel_ray.records.events import parse_event
 from triaccel_ray.records.plan import FaultKind
-from triaccel_ray.service.cli.options import RUN_SETTINGS, settings_text
+from triaccel_ray.service.cli.options import RUN_SETTINGS, settings_of_run
 from triaccel_ray.service.report.tables import TO_TARGET, Grid, joined
 from triaccel_ray.service.runs.environment import COMMIT
 from triaccel_ray.service.runs.record import OWN_CODE, RunRecord
@@ -52,11 +52,11 @@ def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], co
 
 
 def all_settings(spec: RunSpec) -> str:
-    """Returns every setting of a run, as for --config; of code of a user's own those of the control loop alone."""
-    lines = settings_text(spec).splitlines(keepends=True)
-    if spec.task == OWN_CODE:
-        lines = [line for line in lines if RUN_SETTINGS[line.split(" = ")[0]].path[0] == "control"]
-    return f"All settings:\n{''.join(lines)}"
+    """Returns every option of a run; of code of a user's own those of the control loop alone."""
+    is_own = spec.task == OWN_CODE
+    values = settings_of_run(spec).items()
+    kept = [(name, value) for name, value in values if not is_own or RUN_SETTINGS[name].path[0] == "control"]
+    return "\n".join(["All settings:", *(f"{name} = {value}" for name, value in kept)])
 
 
 def troubles(
