@@ -42,7 +42,6 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("run digits --method amp --initial-layers x=fp16", "['x=fp16']: --method amp computes all layers alike"),
     ("run digits --epochs 0", "epochs = 0: must be an integer in [1, 1000000]"),
     ("run digits --keep best --final", "leave out --final, or --keep best"),
-    ("run digits --register a/b", "register = 'a/b': must name a model"),
     ("run digits --memory-budget 2", "memory_budget = '2': must be a positive number with a unit"),
     ("run digits --batch-min 600", "(batch_min, batch_size, batch_max) = (600, 96, 256): must be in ascending order"),
     ("run digits --memory-budget 9999GiB --device cpu", "at most the"),
@@ -96,7 +95,10 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("run digits --address 127.0.0.1:port", "address = '127.0.0.1:port': no Ray cluster answers"),
     ("run digits --address 127.0.0.1:99999", "set RAY_AUTH_MODE=token"),
     ("compare digits --tracking-uri http://127.0.0.1:1", "no MLflow server"),
-    ("ui --tracking-uri ftp://host", "tracking uri = 'ftp://host': must be http://HOST:PORT of a server or sqlite:///FILE"),
+    (
+        "ui --tracking-uri ftp://host",
+        "tracking uri = 'ftp://host': must be http://HOST:PORT of a server or sqlite:///FILE",
+    ),
     ("run digits --tracking-uri sqlite:///{storage}/notes.txt", "is not a SQLite database"),
     # the argument parser's own
     ("search digits --also beta", "tau_curv"),

@@ -114,11 +114,11 @@ def test_a_run_is_repeated_by_its_name() -> None:
     assert other == expected
 
 
-def test_a_repeated_run_leaves_its_weights_and_registers_none() -> None:
+def test_a_repeated_run_leaves_its_weights() -> None:
     for keep, kept in ((None, "last"), ("best", "best")):
-        stored(replace(BASE, keep=keep, register="mine", trials_per_gpu=4), f"keeps-{kept}")
+        stored(replace(BASE, keep=keep, trials_per_gpu=4), f"keeps-{kept}")
         again = typed("run", "--from", f"keeps-{kept}")
-        assert (again.keep, again.register, again.trials_per_gpu) == (kept, None, 1)
+        assert (again.keep, again.trials_per_gpu) == (kept, 1)
     assert typed("run", "--from", "keeps-best", "--final").keep == "last"
 
 

@@ -77,7 +77,7 @@ def test_the_tutorial_can_be_followed(
             if line.startswith("triaccel ") and line.split()[1] not in TAKES_LONG:
                 commands.append(line.removeprefix("triaccel "))
                 assert typed(commands[-1], cluster_address) == 0, (line, *capsys.readouterr())
-    first = ["wide.py", "my_model.py", "my_data.py", "my_recipe.py", "spirals.py", "use.py", "use_registered.py"]
+    first = ["wide.py", "my_model.py", "my_data.py", "my_recipe.py", "spirals.py", "use.py"]
     assert programs == [*first, "regression.py", "my_search.py", "my_trainer.py"]
     assert [command.split()[0] for command in commands].count("run") == 3
     said = capsys.readouterr().out

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.service.build import SimulatedRun
+from tests.service.records import run_of
 from tests.service.stores import free_port
+from triaccel_ray.records.events import End
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.commands import recording as recorder
-from triaccel_ray.service.commands.next_steps import command_to_resume, point_to, resumable
+from triaccel_ray.service.commands.next_steps import command_to_resume, point_to, print_model, resumable
 from triaccel_ray.service.commands.recording import recording
 from triaccel_ray.service.storage.layout import SPEC
 from triaccel_ray.service.storage.storage_path import StoragePath
@@ -54,3 +58,20 @@ def test_what_to_type_next_names_the_result_and_its_storage(tmp_path: Path, caps
     said = capsys.readouterr().out
     for command in ("report hunt", "ui"):
         assert f"triaccel {command} --storage-path {tmp_path}\n" in said
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept", "said"),
+    [
+        ("last", 2, "model:    {}/model.pt (epoch 2, the last)\n"),
+        ("best", 1, "model:    {}/model.pt (epoch 1, the best of 2: accuracy 90.00 %)\n"),
+        (None, None, ""),
+    ],
+)
+def test_a_trained_model_is_named_with_its_epoch(
+    keep: Any, kept: int | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of("run")
+    run = replace(run, spec=replace(run.spec, keep=keep), end=End(status="finished", kept_epoch=kept))
+    print_model(run, StoragePath.of(tmp_path))
+    assert capsys.readouterr().out == said.format(tmp_path)

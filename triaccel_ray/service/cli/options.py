@@ -104,7 +104,7 @@ _METHOD = replace(
     doc="How to train. " + "; ".join(f"{name}: {METHODS[name]}" for name in _METHODS) + ".",
 )
 _KEEP = replace(RUN_SETTINGS["keep"], default="last")
-_ELSEWHERE = {"task", "method", "purpose", "trials_per_gpu", "seed", "keep", "register", "target"}
+_ELSEWHERE = {"task", "method", "purpose", "trials_per_gpu", "seed", "keep", "target"}
 _NO_THRESHOLDS = {"batch_size", "weights", "optimizer_state", "step_in_backward"}
 """Settings of the control loop that are neither thresholds nor intervals."""
 _TRAINING = [
@@ -121,7 +121,7 @@ _IN_THE_LOG = {*_MEASURING, "clip_norm", "max_skipped_steps", "loss_scale", "los
 """Settings that act only through what is measured; the log has the measurements, so a replay does not read them."""
 
 
-@options([_METHOD, RUN_SETTINGS["seed"], RUN_SETTINGS["target"], _KEEP, RUN_SETTINGS["register"]])
+@options([_METHOD, RUN_SETTINGS["seed"], RUN_SETTINGS["target"], _KEEP])
 class RunOptions:
     """Training method, seed, target, and which weights to keep."""
 

@@ -163,8 +163,8 @@ def _with_control(control: ControlConfig, options: Given) -> ControlConfig:
 
 
 def _repeated(name: str, where: Where) -> RunSpec:
-    """Returns the spec of the run called `name`, for one that repeats it: on a GPU of its own, with its own model."""
-    return replace(read_spec(find_run(name, where)), trials_per_gpu=1, register=None)
+    """Returns the spec of the run called `name`, for one that repeats it on a GPU of its own."""
+    return replace(read_spec(find_run(name, where)), trials_per_gpu=1)
 
 
 def _split(command: Search | Compare) -> tuple[dict[tuple[str, ...], Any], dict[tuple[str, ...], Any]]:

@@ -13,7 +13,7 @@ from triaccel_ray.service.console import err, out
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.search.search import SEARCH
 from triaccel_ray.service.session import tracking_uri_of
-from triaccel_ray.service.storage.layout import SPEC
+from triaccel_ray.service.storage.layout import MODEL, SPEC
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 
@@ -56,6 +56,18 @@ def print_outcome(run: RunRecord) -> None:
         consequence = "trying again from its last checkpoint, for there may be more memory now"
     err.print(f"{run.name} {run.status}: {run.end.message}", style="yellow", soft_wrap=True)
     err.print(consequence, soft_wrap=True)
+
+
+def print_model(run: RunRecord, place: StoragePath) -> None:
+    """Prints where the trained model of a finished run is, and which epoch its weights are from."""
+    if run.end is None or run.end.kept_epoch is None:
+        return
+    kept, goal = run.end.kept_epoch, run.start.goal
+    origin = f"epoch {kept}, the last"
+    if run.spec.keep == "best":
+        figure = next(epoch.held_out(goal) for epoch in run.epochs if epoch.epoch == kept)
+        origin = f"epoch {kept}, the best of {run.epochs[-1].epoch}: {'' if figure is None else goal.named(figure)}"
+    out.print(f"model:    {place}/{MODEL} ({origin})", soft_wrap=True)
 
 
 def point_to(place: StoragePath, where: Where) -> None:

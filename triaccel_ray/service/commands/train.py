@@ -24,8 +24,7 @@ from triaccel_ray.service.cluster.cluster import (
     require_gpu_to_share,
     require_reachable,
 )
-from triaccel_ray.service.commands.model_delivery import deliver_model
-from triaccel_ray.service.commands.next_steps import command_to_resume, print_outcome, resumable
+from triaccel_ray.service.commands.next_steps import command_to_resume, print_model, print_outcome, resumable
 from triaccel_ray.service.commands.progress import Progress
 from triaccel_ray.service.commands.recording import (
     experiment_of,
@@ -185,9 +184,8 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
         if before.status != "failed (out_of_memory)":
             with mirrored(place), recording(tracker, folder, resume_command, experiment=experiment):
                 out.print(f"{folder.name} is {before.status}; recording in MLflow what is missing")
-            is_delivered = deliver_model(before, place, tracker, resume_command)
-            is_complete = before.status == "finished" and is_delivered
-            return Outcome(context=context, view=None, is_complete=is_complete)
+            print_model(before, place)
+            return Outcome(context=context, view=None, is_complete=before.status == "finished")
     with (
         contextlib.nullcontext() if context.resume else claiming_name(folder),
         resumable(resume_command, place),
@@ -205,7 +203,8 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
     view = view_run(run)
     context.show(view)
     upload(place, PAGE_FILES)
-    return Outcome(context=context, view=view, is_complete=deliver_model(run, place, tracker, resume_command))
+    print_model(run, place)
+    return Outcome(context=context, view=view, is_complete=True)
 
 
 def _search(spec: SearchSpec, context: Context) -> Outcome:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -59,9 +58,6 @@ class RunSpec:
     keep: Literal["last", "best"] | None = None
     """Weights to keep in model.pt: of the last epoch, or of the one that was best on the validation samples. Trials and
     comparisons keep none."""
-    register: str | None = None
-    """Register the trained model in MLflow under this name. `mlflow.pytorch.load_model("models:/NAME/1")` loads it, and
-    imports the module of the task for that."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -74,10 +70,6 @@ class RunSpec:
             require(in_bounds(self.target, bounds), "target", self.target, rule)
         rule = "a final run has no validation samples to choose an epoch by: leave out --final, or --keep best"
         require(self.keep != "best" or self.purpose is not Purpose.FINAL, "keep", self.keep, rule)
-        rule = "must name a model in 1 to 200 printable characters, without '/' and ':', and not begin with '.'"
-        name = "model" if self.register is None else self.register
-        is_name = name.isprintable() and name.strip() and re.fullmatch(r"(?!\.)[^/:]{1,200}", name)
-        require(bool(is_name), "register", self.register, rule)
         rule = "give a budget or a headroom, not both"
         both = self.memory_budget_bytes is not None and self.memory_headroom_bytes is not None
         require(not both, "memory headroom", self.memory_headroom_bytes, rule)
