@@ -18,7 +18,7 @@ from triaccel_ray.service.report.many_runs import Series, metric_against_cost
 from triaccel_ray.service.report.provenance import about, all_settings, sharing_note, troubles
 from triaccel_ray.service.report.readings import best_of, mean_and_deviation, readings_grid
 from triaccel_ray.service.report.report import View, with_page
-from triaccel_ray.service.report.tables import TO_TARGET, VIEWS_NOTE, Grid, joined, result_headings
+from triaccel_ray.service.report.tables import VIEWS_NOTE, Grid, joined, result_headings
 from triaccel_ray.service.runs.methods import FIXED, METHODS
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import JOULES, ONE_VIEW
@@ -72,7 +72,7 @@ def view_comparison(record: Comparison) -> View:
 def _rows(record: Comparison) -> list[dict[str, Any]]:
     """Returns every method's figures, and its scores and costs by each reading, by heading."""
     base, results = record.spec.base, _results(record, record.spec.all_methods)
-    grids = values_grid("", results, base.goal), readings_grid("", results, base.goal, base.target)
+    grids = values_grid("", results, base.goal), readings_grid("", results, base.goal)
     return [{**values, **readings} for values, readings in zip(*(grid.as_dicts() for grid in grids), strict=True)]
 
 
@@ -109,8 +109,7 @@ def _figures(value: Callable[[str], float], goal: Goal) -> Figures:
 def comparison_tables(record: Comparison) -> list[Grid]:
     """Returns the comparison's tables in reading order, without empty ones."""
     spec, base, goal = record.spec, record.spec.base, record.spec.base.goal
-    held_apart = "" if base.target is None else "trained without the validation samples, which judged each epoch"
-    shared, table_1 = joined(sharing_note(base), held_apart), _results(record, spec.table_1)
+    shared, table_1 = sharing_note(base), _results(record, spec.table_1)
     table_2 = {row: record.results(method) for method, row in ABLATION.items()} if spec.ablation else {}
     amp = table_1.get(REFERENCE)
     note = "" if amp is not None else "AMP is not among the methods: there is nothing to compare with"
@@ -118,7 +117,7 @@ def comparison_tables(record: Comparison) -> list[Grid]:
     to_above = [(name, each, above) for (_, above), (name, each) in pairwise(table_2.items())]
     tables = (
         values_grid("Table 1, test samples, read once by each run", table_1, goal, note=joined(shared, note)),
-        readings_grid("Table 1, the score by each reading of time and memory", table_1, goal, base.target),
+        readings_grid("Table 1, the score by each reading of time and memory", table_1, goal),
         differences_grid("Table 1, differences to AMP", to_amp, goal),
         values_grid("Table 2, the ablation", table_2, goal, note=shared),
         differences_grid("Table 2, differences to the row above", to_above, goal),
@@ -130,7 +129,6 @@ def comparison_tables(record: Comparison) -> list[Grid]:
 def values_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, note: str = "") -> Grid:
     """Returns a table of means and standard deviations over seeds, a row per name in `rows`, with `note` below."""
     headings, one_view = _headings(rows.values(), goal), f"{ONE_VIEW}{goal.name}"
-    headings = {name: heading for name, heading in headings.items() if name not in TO_TARGET}  # beside the readings
     num_runs = sum(len(results.by_seed) for results in rows.values())
     num_with_views = sum(len(results.values(one_view)) for results in rows.values())
     mixed = f"only {num_with_views} of {num_runs} runs were judged by several views: not comparable"
@@ -168,8 +166,7 @@ def differences_grid(title: str, pairs: Sequence[tuple[str, MethodResults, Metho
     for row, one, other in pairs:
         for name, heading in headings.items():
             differences = paired_differences(one.values(name), other.values(name))
-            # Seeds that reach a target say nothing of those that do not.
-            if not differences or math.isnan(one.mean(name) + other.mean(name)):
+            if not differences or math.isnan(one.mean(name) + other.mean(name)):  # a run lacks the figure
                 continue
             mean = statistics.fmean(differences)
             rows.append([row, heading, _signed(mean), _percent(mean, other.mean(name)), _interval(differences)])
