@@ -152,7 +152,7 @@ def test_no_password_of_the_command_line_is_repeated(
 
 def test_no_password_of_an_address_stands_in_what_is_to_be_typed(tmp_path: Path) -> None:
     for address in ("http://me:s3cr3t@host:8265", "me:s3cr3t@host:6379"):
-        words = command_to_resume(StoragePath(str(tmp_path), "hunt"), Where(address=address), "x", "x")
+        words = command_to_resume(StoragePath(str(tmp_path), "hunt"), Where(address=address))
         assert "s3cr3t" not in words
         assert display_address(address) in words
     assert display_address("host:6379") == "host:6379"

@@ -128,15 +128,15 @@ def checked_name(name: str) -> str:
     return name
 
 
-def require_experiment(experiment: str | None) -> None:
-    """Checks that MLflow accepts this name of an experiment; None is accepted.
+def require_experiment(experiment: str) -> None:
+    """Checks that MLflow accepts this name of an experiment.
 
     Raises:
         ValueError: it is empty, too long, or has unprintable characters.
     """
     rule = "must name an MLflow experiment in 1 to 200 printable characters; leave it out for the default"
-    is_name = experiment is None or (experiment.strip() and experiment.isprintable() and len(experiment) <= 200)
-    require(bool(is_name), "experiment", experiment, rule)
+    is_name = experiment.strip() != "" and experiment.isprintable() and len(experiment) <= 200
+    require(is_name, "experiment", experiment, rule)
 
 
 def storage_of(where: Where) -> StoragePath:

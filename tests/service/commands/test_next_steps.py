@@ -25,7 +25,7 @@ def test_a_run_of_a_comparison_is_named_in_its_storage_folder(tmp_path: Path) ->
     storage = StoragePath(str(tmp_path))
     other = tmp_path / "other" / "versus"
     for place, name in ((storage / "versus" / "amp-seed0", "versus/amp-seed0"), (StoragePath.of(other), other)):
-        words = command_to_resume(place, Where(storage_path=storage), "x", "x")
+        words = command_to_resume(place, Where(storage_path=storage))
         assert words == f"triaccel resume {name} --storage-path {tmp_path}"
 
 

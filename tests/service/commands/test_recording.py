@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.service.build import SimulatedRun
-from tests.service.stores import free_port, runs, ship
+from tests.service.stores import runs, ship
 from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
 from triaccel_ray.service.cli.options import Where
-from triaccel_ray.service.commands.recording import experiment_of, with_recorded_store
+from triaccel_ray.service.commands.recording import with_recorded_store
 from triaccel_ray.service.search.search import SEARCH, read_search
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.shipment import SHIPPED
@@ -35,25 +35,6 @@ def note(run: Path, **changes: str | None) -> None:
     """Changes what `mlflow.json` says; None takes a field away."""
     known = json.loads((run / SHIPPED).read_text()) | changes
     (run / SHIPPED).write_text(json.dumps({name: value for name, value in known.items() if value is not None}))
-
-
-def test_the_experiment_is_that_of_the_run(run: Path, sqlite_tracker: Tracker, experiment: str) -> None:
-    assert json.loads((run / SHIPPED).read_text())["experiment"] == experiment
-    assert experiment_of(sqlite_tracker, run, given=None, default="usual") == experiment
-    assert experiment_of(sqlite_tracker, run, given=experiment, default="usual") == experiment
-    with pytest.raises(ValueError, match=r"experiment = 'other': run is recorded in .*; leave it out"):
-        experiment_of(sqlite_tracker, run, given="other", default="usual")
-    sqlite_tracker.client.rename_experiment(sqlite_tracker.experiment_id(experiment), f"{experiment} renamed")
-    assert experiment_of(sqlite_tracker, run, given=None, default="usual") == f"{experiment} renamed"
-
-
-def test_another_store_gets_the_experiment_of_the_same_name(run: Path, experiment: str, tmp_path: Path) -> None:
-    other = Tracker(f"http://127.0.0.1:{free_port()}", tmp_path)
-    assert experiment_of(other, run, given=None, default="usual") == experiment
-    assert experiment_of(other, run, given="another", default="usual") == "another"
-    note(run, experiment=None)
-    assert experiment_of(other, run, given=None, default="usual") == "usual"
-    assert experiment_of(other, tmp_path / "new", given=None, default="usual") == "usual"
 
 
 def test_the_store_is_that_of_the_run(

@@ -91,7 +91,7 @@ def test_names_are_readable_and_a_stopped_job_can_be_resumed(tmp_path: Path) -> 
     assert entry(job)[entry(job).index("--name") + 1] == job.id
     assert shlex.split(job.resume) == [
         *("resume", job.id, "--storage-path", str(tmp_path / "triaccel-runs")),
-        *("--tracking-uri", "http://host:5000", "--experiment", "mine"),
+        *("--tracking-uri", "http://host:5000"),
     ]
     assert submitted("resume mine").id.startswith("resume-mine-20")
     for name, job_id in ((None, "j1"), ("again", "again")):  # the user's name for what it trains stays

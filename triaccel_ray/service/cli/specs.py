@@ -127,8 +127,6 @@ class Resume:
 
     name: tyro.conf.Positional[RunName]
     """Name in the storage folder, or a folder."""
-    experiment: Name = None
-    """MLflow experiment, if nothing is recorded yet. Default: the experiment used before."""
     where: Flat[Where] = field(default_factory=Where)
 
 

@@ -17,15 +17,13 @@ from triaccel_ray.service.storage.layout import MODEL, SPEC
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 
-def command_to_resume(place: StoragePath, where: Where, experiment: str, default: str) -> str:
-    """Returns the command that resumes what is at `place`; `--experiment` is left out if it equals `default`."""
+def command_to_resume(place: StoragePath, where: Where) -> str:
+    """Returns the command that resumes what is at `place`."""
     is_in_storage = place.uri is not None or StoragePath(place.storage).folder == where.storage_path.folder
     name = place.name if is_in_storage else str(place.folder)
     options = [*_storage_option(where), *_tracking_option(where)]
     if where.address is not None:
         options += ["--address", display_address(where.address)]
-    if experiment != default:
-        options += ["--experiment", experiment]
     return shlex.join(["triaccel", "resume", name, *options])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from triaccel_ray.config import ControlConfig, require
+from triaccel_ray.config import ControlConfig
 from triaccel_ray.records.events import End, EventLog, Start, TakenOverError
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.console import err
@@ -44,24 +44,6 @@ def with_recorded_store(folder: Path, where: Where) -> Where:
             where = replace(where, tracking_uri=shipped.store)
     tracking_uri_of(where.storage_path, where.tracking_uri)
     return where
-
-
-def experiment_of(tracker: Tracker, folder: Path, *, given: str | None, default: str) -> str:
-    """Returns the experiment that holds the run of `folder`; for a new run `given`, else `default`.
-
-    Raises:
-        ValueError: the run is in another experiment than `given`.
-    """
-    shipped = read_shipped(folder)
-    if shipped is None:
-        return given or default
-    is_in_store = shipped.store == tracker.uri
-    current = tracker.experiment_of(shipped.run_id) if is_in_store and shipped.run_id is not None else None
-    if current is None:  # will be recorded again, in another store
-        return given or shipped.experiment or default
-    rule = f"{folder.name} is recorded in {current!r}, and MLflow moves no run to another experiment; leave it out"
-    require(given in (None, current), "experiment", given, rule)
-    return current
 
 
 def search_parent(spec: SearchSpec, folder: Path) -> Parent:

@@ -27,7 +27,6 @@ from triaccel_ray.service.cluster.cluster import (
 from triaccel_ray.service.commands.next_steps import command_to_resume, print_model, print_outcome, resumable
 from triaccel_ray.service.commands.progress import Progress
 from triaccel_ray.service.commands.recording import (
-    experiment_of,
     recording,
     recording_parent,
     search_parent,
@@ -74,6 +73,7 @@ from triaccel_ray.service.storage.layout import (
 )
 from triaccel_ray.service.storage.mirror import mirrored, require_unused, upload
 from triaccel_ray.service.storage.storage_path import StoragePath
+from triaccel_ray.service.tracking.shipped import read_shipped
 from triaccel_ray.service.tracking.shipper import Parent
 from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.service.units import counted
@@ -88,8 +88,8 @@ class Context:
 
     place: StoragePath
     where: Where
-    experiment: str | None
-    """MLflow experiment; None for the default."""
+    experiment: str
+    """MLflow experiment."""
     resume: bool = False
     """Whether the command resumes what is at `place`."""
     show: Callable[[View], object]
@@ -123,12 +123,15 @@ def carry_out(command: Trains | Resume, show: Callable[[View], object] = lambda 
     if isinstance(command, Trains):
         spec = spec_of(command)
         place = storage_of(command.where) / new_name(command.name, *_task_and_kind(spec))
+        experiment = command.experiment
     else:
         place = find(command.name, command.where, writable=True)
         where = with_recorded_store(place.folder, where)
-        spec = _stored_spec(place.folder)
+        spec, shipped = _stored_spec(place.folder), read_shipped(place.folder)
+        kinds: dict[type, type[Trains]] = {SearchSpec: Search, ComparisonSpec: Compare, RunSpec: Run}
+        experiment = kinds[type(spec)].experiment if shipped is None else shipped.experiment
     resume = isinstance(command, Resume)
-    context = Context(place=place, where=where, experiment=command.experiment, resume=resume, show=show)
+    context = Context(place=place, where=where, experiment=experiment, resume=resume, show=show)
     match spec:
         case SearchSpec():
             return _search(spec, context)
@@ -157,13 +160,13 @@ def _stored_spec(folder: Path) -> RunSpec | SearchSpec | ComparisonSpec:
     return read_spec(folder)
 
 
-def _prepare(spec: RunSpec, context: Context, default: str) -> tuple[Tracker, str, str]:
-    """Runs all checks that need no Ray; returns the tracker, the experiment and the command that resumes.
+def _prepare(spec: RunSpec, context: Context) -> tuple[Tracker, str]:
+    """Runs all checks that need no Ray; returns the tracker and the command that resumes.
 
     Nothing is written at the place, so that a mistake does not use up the name.
     """
-    place, where, given = context.place, context.where, context.experiment
-    require_experiment(given)
+    place, where = context.place, context.where
+    require_experiment(context.experiment)
     if not context.resume:
         require_unused(place)
     require_reachable(where.address)
@@ -171,18 +174,17 @@ def _prepare(spec: RunSpec, context: Context, default: str) -> tuple[Tracker, st
     if where.address is None:
         require_budget(spec)
     tracker = open_tracker(where.storage_path, where.tracking_uri)
-    experiment = experiment_of(tracker, place.folder, given=given, default=default)
-    return tracker, experiment, command_to_resume(place, where, experiment, default)
+    return tracker, command_to_resume(place, where)
 
 
 def _train(spec: RunSpec, context: Context) -> Outcome:
     place, where, folder = context.place, context.where, context.place.folder
-    tracker, experiment, resume_command = _prepare(spec, context, Run.experiment)
+    tracker, resume_command = _prepare(spec, context)
     before = read_if_begun(folder) if context.resume else None
     if before is not None and before.has_outcome:
         print_outcome(before)
         if before.status != "failed (out_of_memory)":
-            with mirrored(place), recording(tracker, folder, resume_command, experiment=experiment):
+            with mirrored(place), recording(tracker, folder, resume_command, experiment=context.experiment):
                 out.print(f"{folder.name} is {before.status}; recording in MLflow what is missing")
             print_model(before, place)
             return Outcome(context=context, view=None, is_complete=before.status == "finished")
@@ -191,7 +193,7 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
         resumable(resume_command, place),
         mirrored(place),
         _ray(where),
-        recording(tracker, folder, resume_command, experiment=experiment),
+        recording(tracker, folder, resume_command, experiment=context.experiment),
     ):
         specs, num_gpus = {folder.name: spec}, gpus_of_a_run(spec, where.address)
         title = f"{spec.task}: {METHODS[spec.method]}"
@@ -209,11 +211,11 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
 
 def _search(spec: SearchSpec, context: Context) -> Outcome:
     base, place, where, folder = spec.base, context.place, context.where, context.place.folder
-    tracker, experiment, resume_command = _prepare(base, context, Search.experiment)
+    tracker, resume_command = _prepare(base, context)
     if not context.resume:
         begin(folder, SEARCH, spec)
     parent = search_parent(spec, folder)
-    recorded = recording_parent(tracker, folder, resume_command, experiment, base.control, parent)
+    recorded = recording_parent(tracker, folder, resume_command, context.experiment, base.control, parent)
     with resumable(resume_command, place), mirrored(place), recorded as log:
         with _ray(where):
             _run_search(spec, context, log.claim)
@@ -264,12 +266,12 @@ def _run_search(spec: SearchSpec, context: Context, claim: Claim) -> None:
 
 def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
     base, place, where, folder = spec.base, context.place, context.where, context.place.folder
-    tracker, experiment, resume_command = _prepare(base, context, Compare.experiment)
+    tracker, resume_command = _prepare(base, context)
     if not context.resume:
         begin(folder, COMPARISON, spec)
     tags = {"task": base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
     parent = Parent(name=folder.name, tags=tags)
-    recorded = recording_parent(tracker, folder, resume_command, experiment, base.control, parent)
+    recorded = recording_parent(tracker, folder, resume_command, context.experiment, base.control, parent)
     with resumable(resume_command, place), mirrored(place), recorded as log:
         with _ray(where):
             num_gpus = gpus_of_a_run(base, where.address)
@@ -292,7 +294,7 @@ def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
     for name, text in failed.items():
         err.print(text, style="red", soft_wrap=True)
         if name in record.runs and record.runs[name].has_outcome:
-            retry_command = command_to_resume(place / name, where, experiment, default=experiment)
+            retry_command = command_to_resume(place / name, where)
             err.print(f"that is its outcome; `{retry_command}` tries it again", soft_wrap=True)
         if name in failures and os.environ.get("TRIACCEL_TRACEBACK"):
             err.print("".join(traceback.format_exception(failures[name])), soft_wrap=True)

@@ -97,13 +97,12 @@ def submission(words: Sequence[str], *, name: str | None) -> Submission:
             stays.append(data_dir)
             notes.append(f"data: {data_dir}, which the cluster's machines must have too")
     where = ["--storage-path", storage.storage, *([] if store is None else ["--tracking-uri", store])]
-    experiment = [] if command.experiment in (None, type(command).experiment) else ["--experiment", command.experiment]
     inside = [path.relative_to(folder).as_posix() for path in stays if path.is_relative_to(folder) and path != folder]
     return Submission(
         id=job,
         entrypoint=shlex.join(["python", "-m", "triaccel_ray.service", *kept, *where, "--address", "auto"]),
         what=f"{words[0]} {subject}",
-        resume=shlex.join(["resume", target, *where, *experiment]),
+        resume=shlex.join(["resume", target, *where]),
         runtime_env={
             "working_dir": str(folder),
             "excludes": [*NEVER_TRAVELS, *(re.sub(r"([\\*?\[\]!# ])", r"\\\1", f"/{path}") for path in inside)],

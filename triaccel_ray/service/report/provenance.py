@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
 from triaccel_ray.records.events import parse_event
-from triaccel_ray.records.plan import FaultKind
 from triaccel_ray.service.cli.options import RUN_SETTINGS, settings_of_run
 from triaccel_ray.service.report.tables import Grid, joined
 from triaccel_ray.service.runs.environment import COMMIT
 from triaccel_ray.service.runs.record import OWN_CODE, RunRecord
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import ERROR, EVENTS
+from triaccel_ray.service.units import counted
 
 _VERSIONS = ("triaccel-ray", "torch", "triton", "python")
-_FALLBACKS = {
-    (FaultKind.DATA_STREAMED, "data"): "the data set did not fit on the GPU and was read from the host",
-    (FaultKind.DATA_NOT_PINNED, "data"): "the samples lay on the GPU, for the host could not pin them",
-    (FaultKind.CAPTURE_FAILED, "capture"): "steps ran eagerly, without CUDA graphs",
-    (FaultKind.CAPTURE_FAILED, "optimizer"): "the optimizer stepped by itself, without its kernel",
-    (FaultKind.CAPTURE_FAILED, "curvature"): "curvature was measured without CUDA graphs",
-    (FaultKind.CURVATURE_OFF, "curvature"): "curvature was switched off",
-    (FaultKind.CURVATURE_WAITS, "curvature"): "curvature was measured later than asked for",
-    (FaultKind.CURVATURE_FALLBACK, "curvature"): "curvature took one pass of the model per sample",
-    (FaultKind.FUSION_REFUSED, "fuse"): "batch normalisation ran apart from what follows it",
-    (FaultKind.ACTIVATIONS_KEPT, "checkpoint"): "blocks kept activations that were to be computed again",
-}
 
 
 def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], command: str) -> Grid:
@@ -77,7 +66,7 @@ def sharing_note(spec: RunSpec) -> str:
 
 
 def run_notes(run: RunRecord) -> str:
-    """Returns a line each on GPU sharing, time spent adapting, out-of-memory errors, and fallbacks."""
+    """Returns a line each on GPU sharing, time spent adapting, and each kind of fault."""
     return "\n".join(_notes_on(run))
 
 
@@ -93,16 +82,9 @@ def _notes_on(run: RunRecord) -> Iterator[str]:
         )
     faults = [fault for tick in run.ticks for fault in tick.observation.faults]
     faults += [fault for each in run.throughputs for fault in each.faults]
-    num_out_of_memory = sum(fault.kind is FaultKind.OUT_OF_MEMORY for fault in faults)
-    if num_out_of_memory:
-        yield f"{num_out_of_memory} times memory ran out; no sample was lost"
-    not_captured = [fault.batch_size for fault in faults if fault.kind is FaultKind.CAPTURE_OUT_OF_MEMORY]
-    if not_captured:
-        sizes = ", ".join(map(str, sorted(set(not_captured))))
-        yield f"{len(not_captured)} times a step of batch {sizes} found no memory as a CUDA graph and ran eagerly"
-    for which, text in _FALLBACKS.items():
-        reasons = dict.fromkeys(fault.detail for fault in faults if (fault.kind, fault.phase) == which)
-        yield from (f"{text}: {reason}" for reason in reasons)
+    counts = Counter((fault.kind.value, fault.phase, fault.detail) for fault in faults)
+    for (kind, phase, detail), count in counts.items():
+        yield f"{counted(count, 'time')} {kind} ({phase}): {detail}".removesuffix(": ")
 
 
 def _troubles_of(run: RunRecord) -> Iterator[str]:

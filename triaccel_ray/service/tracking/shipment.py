@@ -203,10 +203,12 @@ class Shipment:
     def _open(self, parent_id: str | None, start_ms: int) -> str:
         """Returns the run's id, creating it if needed; its key can be derived again if `mlflow.json` is lost."""
         label = self._label
-        shipped = self._shipped or Shipped(store=self._tracker.uri, key=f"{label.key}@{start_ms}")
+        shipped = self._shipped or Shipped(
+            store=self._tracker.uri, key=f"{label.key}@{start_ms}", experiment=label.experiment
+        )
         if shipped.run_id is not None:
             return shipped.run_id
-        self._write(replace(shipped, experiment=label.experiment))
+        self._write(shipped)
         name, tags = label.name, label.tags
         if shipped.replaces is not None:  # first: the key must identify one run
             name, tags = self._tracker.retire(shipped.replaces, name, tags)
@@ -286,7 +288,11 @@ class Shipment:
         shipped = read_shipped(self.folder)
         if shipped is not None and not (self._is_verified and shipped == self._shipped):
             # A SQLite file may have been moved together with the runs: the run's id decides, not the store's URI.
-            known = shipped if self._has_run(shipped) else Shipped(store=shipped.store, key=shipped.key)
+            known = (
+                shipped
+                if self._has_run(shipped)
+                else Shipped(store=shipped.store, key=shipped.key, experiment=self._label.experiment)
+            )
             shipped = replace(known, store=self._tracker.uri)
             self._is_verified = True
         if shipped != self._shipped:

@@ -20,8 +20,8 @@ class Shipped:
     """URI of the store; another store gets the log from the beginning."""
     key: str
     """Value of the tag by which the MLflow run is found; saved before the run is created."""
-    experiment: str | None = None
-    """The MLflow experiment of the run; None in files of older versions."""
+    experiment: str
+    """The MLflow experiment of the run."""
     run_id: str | None = None
     """None until MLflow has assigned it."""
     replaces: str | None = None

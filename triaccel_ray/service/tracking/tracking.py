@@ -144,16 +144,6 @@ class Tracker:
             )
         return str(found.experiment_id)
 
-    def experiment_of(self, run_id: str) -> str | None:
-        """Returns the name of the run's experiment; None if the store lacks the run or does not answer."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            experiment_id = self.client.get_run(run_id).info.experiment_id
-            return str(self.client.get_experiment(experiment_id).name)
-        except MlflowException:  # the shipper reports errors of the store
-            return None
-
     def find_run(self, run_id: str) -> Run | None:
         """Returns the run, even if deleted; None if the store does not have it."""
         from mlflow.exceptions import MlflowException
