@@ -133,7 +133,7 @@ def test_nothing_arrives_twice(tracker: Tracker, root: Path, experiment: str) ->
     # and the note lost.
     note.write_text(json.dumps({**shipped, "num_records": 0, "checksum": 0}))
     assert ship(tracker, root, experiment) == num_events - 1
-    note.write_text(json.dumps({"store": shipped["store"], "key": shipped["key"]}))
+    note.write_text(json.dumps({name: shipped[name] for name in ("store", "key", "experiment")}))
     assert ship(tracker, root, experiment) == num_events
     note.unlink()
     assert ship(tracker, root, experiment) == num_events

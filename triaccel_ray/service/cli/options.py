@@ -84,6 +84,15 @@ def _number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[float | None] |
 Experiment = Annotated[str, tyro.conf.arg(metavar="NAME", help="MLflow experiment to record in.")]
 TaskName = tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="TASK", help_behavior_hint="")]]
 RunName = Annotated[str, tyro.conf.arg(metavar="NAME")]
+FromName = Annotated[
+    str | None,
+    tyro.conf.arg(
+        name="from",
+        metavar="NAME",
+        help="Repeat the result of this name, of the same command; other options change its settings.",
+        help_behavior_hint="",
+    ),
+]
 JobName = Annotated[str, tyro.conf.arg(metavar="JOB")]
 JobsAddress = Annotated[
     str | None,
@@ -191,21 +200,6 @@ class Where:
     tracking_uri: Annotated[str | None, tyro.conf.arg(metavar="URI", help=TRACKING_HELP, help_behavior_hint="")] = None
     address: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="")] = None
     """Ray cluster to join: HOST:PORT or auto. Default: starts Ray on this machine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Settings to start from, in place of the task's own."""
-
-    from_: Annotated[
-        str | None,
-        tyro.conf.arg(
-            name="from",
-            metavar="NAME",
-            help="Repeat the result of this name, of the same command; other options change its settings.",
-            help_behavior_hint="",
-        ),
-    ] = None
 
 
 def is_group(hint: Any) -> bool:

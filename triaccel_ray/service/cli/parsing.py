@@ -106,10 +106,10 @@ def check(command: Any) -> None:
     """Checks all that can be checked without importing PyTorch; raises a ValueError that names the option."""
     if not isinstance(command, Trains):
         return
-    named = [name for name in (command.task, command.source.from_) if name is not None]
+    named = [name for name in (command.task, command.from_) if name is not None]
     word = word_of(type(command))
     rule = f"give either: `triaccel {word} TASK`, or `triaccel {word} --from NAME` to repeat what has this name"
-    require(len(named) == 1, "TASK, --from", (command.task, command.source.from_), rule)
+    require(len(named) == 1, "TASK, --from", (command.task, command.from_), rule)
     if command.task is not None:
         require_name(command.task)
     for group in (command.main, command.training, command.thresholds):

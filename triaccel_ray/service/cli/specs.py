@@ -13,6 +13,7 @@ from triaccel_ray.service.cli.options import (
     Experiment,
     Flag,
     Flat,
+    FromName,
     JobName,
     JobsAddress,
     Name,
@@ -21,7 +22,6 @@ from triaccel_ray.service.cli.options import (
     RunOptions,
     SearchOptions,
     SearchThresholds,
-    Source,
     StepSettings,
     TaskName,
     Thresholds,
@@ -43,7 +43,7 @@ class Trains:
 
     task: TaskName = None
     """A bundled task (`triaccel doctor --tasks` lists them) or your own, as package.module:Class."""
-    source: Flat[Source] = field(default_factory=Source)
+    from_: FromName = None
     main: Flat[Any] = None
     name: Name = None
     experiment: Experiment = ""

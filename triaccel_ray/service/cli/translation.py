@@ -46,10 +46,10 @@ def run_of(command: Run) -> RunSpec:
         ValueError: an option breaks its rule, or no run has the name given as --from; the message names it.
     """
     options = {**given(command.main), **given(command.training), **given(command.thresholds)}
-    if command.source.from_ is None:
+    if command.from_ is None:
         base = _of_task(command.task, options)
     else:
-        base = _repeated(command.source.from_, command.where)
+        base = _repeated(command.from_, command.where)
         if base.method == TUNE_BATCH:  # to train at a batch size that was found
             base = replace(base, method=RunSpec.method)
     is_final = command.final or base.purpose is Purpose.FINAL
@@ -67,12 +67,12 @@ def run_of(command: Run) -> RunSpec:
 def tuning_of(command: TuneBatch) -> RunSpec:
     """Returns the spec of the run that times batch sizes; raises as `run_of`, or if --from names a baseline."""
     options = {**given(command.main), **given(command.training), **given(command.thresholds)}
-    if command.source.from_ is None:
+    if command.from_ is None:
         base = _of_task(command.task, options)
     else:
-        base = _repeated(command.source.from_, command.where)
+        base = _repeated(command.from_, command.where)
         rule = f"was trained by {base.method}, without the engine that is timed; name a run of another method"
-        require(not base.is_baseline, "--from", command.source.from_, rule)
+        require(not base.is_baseline, "--from", command.from_, rule)
     batch, start = base.control.batch, options.get(("control", "batch", "start"))
     if start is not None:  # moves the smallest size to a rung below it, not along with it as in a run
         rungs_below = max(start - batch.minimum, 0) // batch.granularity
@@ -83,10 +83,10 @@ def tuning_of(command: TuneBatch) -> RunSpec:
 def search_of(command: Search) -> SearchSpec:
     """Returns the spec of the search that the command asks for; raises as `run_of`."""
     own, common = _split(command)
-    if command.source.from_ is None:
+    if command.from_ is None:
         spec = SearchSpec(base=_of_task(command.task, common))
     else:
-        spec = read_search(find(command.source.from_, command.where).folder).spec
+        spec = read_search(find(command.from_, command.where).folder).spec
     spec = changed(spec, own)
     for dimension in dimensions(spec.optional):
         setting = RUN_SETTINGS[dimension.name]
@@ -98,11 +98,11 @@ def search_of(command: Search) -> SearchSpec:
 def comparison_of(command: Compare) -> ComparisonSpec:
     """Returns the spec of the comparison that the command asks for; raises as `run_of`."""
     own, common = _split(command)
-    if command.source.from_ is None:
+    if command.from_ is None:
         base = replace(_of_task(command.task, common), purpose=Purpose.FINAL)
         spec = ComparisonSpec(base=base, ablation=command.ablation)
     else:
-        spec = read_comparison(find(command.source.from_, command.where).folder).spec
+        spec = read_comparison(find(command.from_, command.where).folder).spec
     spec = replace(spec, ablation=spec.ablation or command.ablation)
     return replace(changed(spec, own), base=with_options(spec.base, common))
 

@@ -84,11 +84,11 @@ def submission(words: Sequence[str], *, name: str | None) -> Submission:
         store = named_store(command.where.tracking_uri)
         require_experiment(command.experiment)
         spec_of(command)  # raises errors in the options now; otherwise they would appear later, in the job's log
-        subject = command.task or Path(command.source.from_ or "").name
+        subject = command.task or Path(command.from_ or "").name
         job = new_name(name or command.name, words[0], subject)
         target = job if command.name is None else checked_name(command.name)
-        if command.source.from_ is not None:
-            kept += ["--from", _absolute_name(command.source.from_)]
+        if command.from_ is not None:
+            kept += ["--from", _absolute_name(command.from_)]
         kept += ["--name", target]
         data_dir = vars(command.training)["data_dir"]
         if data_dir is not None:

@@ -16,16 +16,9 @@ from triaccel_ray.config import BatchConfig
 from triaccel_ray.measure.score import BYTES_PER_GB
 from triaccel_ray.records.events import Epoch, Tick
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.records.plan import FaultKind, Precision
+from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.report import drawing
 from triaccel_ray.service.report.drawing import BLUE, GRAY, INK, NAVY, ORANGE, RED, caption, legend, mark_level, panel
-
-_FAULTS = (
-    (FaultKind.OUT_OF_MEMORY, "out of memory", "v"),
-    (FaultKind.CAPTURE_OUT_OF_MEMORY, "no memory to capture", "P"),
-    (FaultKind.APPLY_FAILED, "plan not applied", "X"),
-)
-"""Fault that the run recovered from, its label and its marker."""
 
 
 def overview(
@@ -127,7 +120,7 @@ def _draw_precisions(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick])
 
 
 def _draw_batch(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig) -> None:
-    """Draws the batch size, the micro-batch size if it is smaller, and the faults that the run recovered from."""
+    """Draws the batch size, and the micro-batch size if it is smaller."""
     sizes, edges = [epoch.batch_size for epoch in epochs], _epoch_edges(epochs)
     micro_batches = sizes
     if ticks:
@@ -139,22 +132,9 @@ def _draw_batch(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batc
     if micro_batches != sizes:
         style: dict[str, Any] = {"color": BLUE, "linewidth": 1.2, "linestyle": ":"}
         axes.stairs(micro_batches, edges, baseline=None, label="at once on the device", **style)
-    look: dict[str, Any] = {"s": 52, "color": RED, "edgecolor": "white", "linewidth": 0.8, "zorder": 4}
-    highest = max(sizes)
-    for kind, text, marker in _FAULTS:
-        places = [
-            (tick.observation.epoch, fault.batch_size or tick.observation.plan.batch_size)
-            for tick in ticks
-            for fault in tick.observation.faults
-            if fault.kind is kind
-        ]
-        if places:
-            axes.scatter(*zip(*places, strict=True), marker=marker, label=text, clip_on=False, **look)
-            highest = max(highest, *(size for _, size in places))
-    if axes.get_legend_handles_labels()[0]:
-        legend(axes, ncols=2, **drawing.ABOVE)
-    axes.set_ylim(0, 1.12 * highest)
-    rungs_per_tick = math.ceil(highest / (5 * batch.granularity))
+        legend(axes, **drawing.ABOVE)
+    axes.set_ylim(0, 1.12 * max(sizes))
+    rungs_per_tick = math.ceil(max(sizes) / (5 * batch.granularity))
     axes.yaxis.set_major_locator(MultipleLocator(batch.granularity * rungs_per_tick))
     mark_level(axes, sizes[-1], f"{sizes[-1]}", BLUE)
 
@@ -169,25 +149,16 @@ def _draw_memory(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], bat
     peaks = np.array(peak_bytes) / BYTES_PER_GB
     axes.stairs(peaks, edges, fill=True, color=BLUE, alpha=0.14)
     axes.stairs(peaks, edges, baseline=None, color=BLUE, linewidth=2.0)
+    axes.margins(y=0.15)
     if not ticks:
-        axes.margins(y=0.15)
         return
     limits = np.array([signal.attainable_bytes for signal in memory]) / BYTES_PER_GB
     idle = np.array([signal.idle_bytes for signal in memory]) / BYTES_PER_GB
     high, low = f"rho_high {batch.rho_high:.0%}", f"rho_low {batch.rho_low:.0%}"
-    lines = ((1.0, "limit", INK), (batch.rho_high, high, RED), (batch.rho_low, low, ORANGE))
-    for share, text, color in lines:
+    for share, text, color in ((1.0, "limit", INK), (batch.rho_high, high, RED), (batch.rho_low, low, ORANGE)):
         level = idle + share * (limits - idle)  # rho counts above the idle memory, which no batch size changes
-        style: Any = "-" if text == "limit" else drawing.DASHED
-        axes.stairs(level, edges, baseline=None, color=color, linewidth=1.2, linestyle=style)
-        if share == batch.rho_low and batch.rho_high - batch.rho_low < 0.12:
-            continue  # its label would overlap that of rho_high
-        above = 1.06 if text == "limit" else share  # clear of rho_high
-        mark_level(axes, idle[-1] + above * (limits[-1] - idle[-1]), text, color)
-    top, floor = max(limits.max(), peaks.max()), min(idle.min(), peaks.min())
-    # If idle memory dwarfs what batches take, an axis from 0 would flatten the curve.
-    bottom = max(floor - 0.15 * (top - floor), 0.0) if floor > 0.5 * top else 0.0
-    axes.set_ylim(bottom, top + 0.12 * (top - bottom))
+        axes.stairs(level, edges, baseline=None, color=color, linewidth=1.2, label=text)
+    legend(axes, ncols=3, **drawing.ABOVE)
 
 
 def _draw_by_epoch(axes: Axes, epochs: Sequence[Epoch], values: Sequence[float]) -> None:
