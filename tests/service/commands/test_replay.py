@@ -64,7 +64,7 @@ def test_other_thresholds_say_where_and_why_they_differ(run: RunRecord) -> None:
     first, *details = under(batch={"rho_low": 0.01, "rho_high": 0.02})
     assert first.startswith("first difference at tick 0 (step 50)")
     assert not any("own configuration" in line for line in details)
-    assert any(line.startswith("  batch size: recorded 96, now 32") for line in details)
+    assert any(line.startswith("  batch_size: recorded 96, now 32") for line in details)
     assert any("because batch" in line and "rho_high 0.02" in line for line in details)
     precise = under(precision={"tau_low": 1e-30, "tau_high": 1e-29})
     assert any(line.endswith("now fp32") and "recorded" in line for line in precise)
@@ -90,8 +90,8 @@ def test_a_memory_plan_that_differs_is_told_by_region(run: RunRecord) -> None:
     plan = replace(tick.decision.plan, storage={"body": Storage.OFFLOAD}, num_micro_batches=2)
     ticks = (*run.ticks[:5], replace(tick, decision=replace(tick.decision, plan=plan)), *run.ticks[6:])
     lines = list(verdict(replace(run, ticks=ticks), CONTROL))
-    assert "  activations of body: recorded offload, now keep" in lines
-    assert "  micro-batches: recorded 2, now 1" in lines
+    assert "  storage of body: recorded offload, now the default" in lines
+    assert "  num_micro_batches: recorded 2, now 1" in lines
 
 
 def test_reasons_are_listed_oldest_first_and_cut(run: RunRecord) -> None:

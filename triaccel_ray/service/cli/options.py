@@ -6,11 +6,10 @@ import shlex
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from tyro.constructors import PrimitiveConstructorSpec
 
 from triaccel_ray.service.cli.settings import options, settings_of
 from triaccel_ray.service.compare.spec import ComparisonSpec
@@ -37,50 +36,6 @@ Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 """An option without a value."""
 Name = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 """Name that a user gives a result."""
-CHOICES = ConstructorRegistry()
-"""Parsing rules for option types, in addition to tyro's own."""
-
-
-@CHOICES.primitive_rule
-def _choice(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str | None] | None:
-    """Returns the parser for a choice of words; tyro's own rule would offer None among them."""
-    literals = [kind for kind in get_args(info.type) if get_origin(kind) is Literal]
-    if len(literals) != 1 or set(get_args(info.type)) != {*literals, NoneType}:
-        return None
-    words: tuple[str, ...] = get_args(literals[0])
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=f"{{{','.join(words)}}}",
-        instance_from_str=lambda given: given[0],
-        is_instance=lambda value: value is None or value in words,
-        str_from_instance=lambda value: [str(value)],
-        choices=words,
-    )
-
-
-@CHOICES.primitive_rule
-def _number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[float | None] | None:
-    """Returns the parser for a number; for bad input, tyro's own message would describe its parsing attempts."""
-    nouns = {int: "an integer", float: "a number"}
-    kind = next((kind for kind in nouns if info.type in (kind, kind | None)), None)
-    if kind is None:
-        return None
-
-    def read(given: list[str]) -> float:
-        try:
-            return float(given[0]) if kind is float else int(given[0])
-        except ValueError:
-            raise ValueError(f"{given[0]!r} must be {nouns[kind]}") from None
-
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=kind.__name__.upper(),
-        instance_from_str=read,
-        is_instance=lambda value: value is None or isinstance(value, kind),
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
 Experiment = Annotated[str, tyro.conf.arg(metavar="NAME", help="MLflow experiment to record in.")]
 TaskName = tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="TASK", help_behavior_hint="")]]
 RunName = Annotated[str, tyro.conf.arg(metavar="NAME")]

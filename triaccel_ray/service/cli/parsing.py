@@ -14,7 +14,7 @@ from typing import Annotated, Any, Union, get_args, get_type_hints
 import tyro
 
 from triaccel_ray.config import require
-from triaccel_ray.service.cli.options import CHOICES, is_group
+from triaccel_ray.service.cli.options import is_group
 from triaccel_ray.service.cli.settings import given
 from triaccel_ray.service.cli.specs import Command, Compare, Replay, Run, Search, Trains, TuneBatch, word_of
 from triaccel_ray.service.credentials import without_passwords
@@ -75,7 +75,6 @@ def _parse(commands: Any, words: Sequence[str]) -> Command:
         ),
         args=words,
         config=(tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
-        registry=CHOICES,
     )
     return parsed
 

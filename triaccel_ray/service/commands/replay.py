@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from triaccel_ray.config import ControlConfig, check_field
 from triaccel_ray.decide import replay
+from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import LogError
-from triaccel_ray.records.plan import Plan, Storage
+from triaccel_ray.records.plan import Plan
 from triaccel_ray.service.report.tables import Grid
 from triaccel_ray.service.runs.record import RunRecord
 
@@ -68,18 +70,16 @@ def verdict(run: RunRecord, control: ControlConfig) -> Iterator[str]:
 
 
 def _differences(recorded: Plan, replayed: Plan) -> Iterator[str]:
-    if replayed.batch_size != recorded.batch_size:
-        yield f"  batch size: recorded {recorded.batch_size}, now {replayed.batch_size}"
-    if replayed.num_micro_batches != recorded.num_micro_batches:
-        yield f"  micro-batches: recorded {recorded.num_micro_batches}, now {replayed.num_micro_batches}"
-    for name in dict.fromkeys([*recorded.storage, *replayed.storage]):
-        old, new = (plan.storage.get(name, Storage.KEEP) for plan in (recorded, replayed))
-        if new is not old:
-            yield f"  activations of {name}: recorded {old.value}, now {new.value}"
-    for name, level in replayed.precision.items():
-        if level is not recorded.precision[name]:
-            yield f"  {name}: recorded {recorded.precision[name].value}, now {level.value}"
-    for name, scale in replayed.lr_scale.items():
-        old_scale = recorded.lr_scale.get(name, 1.0)
-        if scale != old_scale:
-            yield f"  {name}: recorded learning rate times {old_scale:.4g}, now {scale:.4g}"
+    """Yields a line for each entry of the plan that differs."""
+    old, new = dict(_entries(encode(recorded))), dict(_entries(encode(replayed)))
+    for name in dict.fromkeys([*old, *new]):
+        if old.get(name) != new.get(name):
+            yield f"  {name}: recorded {old.get(name, 'the default')}, now {new.get(name, 'the default')}"
+
+
+def _entries(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _entries(value, f"{prefix}{name} of ")
+        else:
+            yield f"{prefix}{name}", value

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -296,8 +294,6 @@ def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
         if name in record.runs and record.runs[name].has_outcome:
             retry_command = command_to_resume(place / name, where)
             err.print(f"that is its outcome; `{retry_command}` tries it again", soft_wrap=True)
-        if name in failures and os.environ.get("TRIACCEL_TRACEBACK"):
-            err.print("".join(traceback.format_exception(failures[name])), soft_wrap=True)
     return Outcome(
         context=context,
         view=view,
