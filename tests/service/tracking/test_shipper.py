@@ -15,10 +15,12 @@ import pytest
 from filelock import FileLock
 
 from tests.service.build import SimulatedRun
+from tests.service.records import RUN_SPEC
 from tests.service.stores import Server, assert_arrived_once, free_port, history, only_run, runs, ship
 from tests.service.waiting import DEADLINE_S
 from triaccel_ray.records.events import End, Epoch, EventLog, Tick, read_events
 from triaccel_ray.records.goal import Goal
+from triaccel_ray.service.storage.layout import SPEC, write_value
 from triaccel_ray.service.tracking import shipment
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
 from triaccel_ray.service.tracking.tracking import RUN_KEY_TAG, Tracker
@@ -262,6 +264,7 @@ def test_pictures_that_fail_do_not_keep_a_run_open(
     sqlite_tracker: Tracker, root: Path, experiment: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     SimulatedRun(root, has_pictures=False).complete(epochs=1)
+    write_value(root / SPEC, RUN_SPEC)
     (root / "figures").write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING):
         ship(sqlite_tracker, root, experiment)
