@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.jobs.test_jobs import SECRETS, typed
 from tests.service.own_task import write_module
 from tests.service.ray_head import ray_head
+from tests.service.test_jobs import SECRETS, typed
 from tests.service.waiting import wait_until
 from triaccel_ray.records.events import read_events
-from triaccel_ray.service.jobs.commands import job_client
+from triaccel_ray.service.jobs import job_client
 from triaccel_ray.service.runs.record import read_run
 
 

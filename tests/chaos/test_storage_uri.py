@@ -17,10 +17,10 @@ from pyarrow import fs
 
 from tests.chaos.desk import Desk, alive, done, still_runs
 from tests.chaos.test_crashes import HELD
-from tests.service.jobs.test_jobs import typed
 from tests.service.local_trial import local_run, trained
 from tests.service.own_task import MODULE, own_spec
 from tests.service.stores import free_port, runs
+from tests.service.test_jobs import typed
 from tests.service.waiting import wait_until
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.failures import StoreError

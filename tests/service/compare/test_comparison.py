@@ -32,10 +32,10 @@ from triaccel_ray.service.report.comparison import (
     comparison_tables,
     differences_grid,
     paired_differences,
+    readings_grid,
     values_grid,
     view_comparison,
 )
-from triaccel_ray.service.report.readings import readings_grid
 from triaccel_ray.service.report.report import show
 from triaccel_ray.service.report.tables import RESULT_HEADINGS, Grid
 from triaccel_ray.service.report.view import view_at

@@ -11,7 +11,7 @@ from tests.service.build import CONTROL, SimulatedRun
 from tests.service.records import RUN_SPEC
 from triaccel_ray.records.events import End, Throughput
 from triaccel_ray.records.plan import Fault, FaultKind, Storage
-from triaccel_ray.service.report.batch_sizes import batch_grid
+from triaccel_ray.service.report.run import batch_grid
 from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.record import RunRecord, read_run
 from triaccel_ray.service.storage.layout import SPEC, write_value

@@ -24,10 +24,8 @@ from tests.service.records import RUN_SPEC
 from triaccel_ray.records.events import Epoch, Event, Tick, read_events
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.service.report.drawing import PRECISION_COLORS
-from triaccel_ray.service.report.figures import draw_run, precision_heatmap, run_figures
-from triaccel_ray.service.report.many_runs import front
-from triaccel_ray.service.report.overview import overview, step_edges
+from triaccel_ray.service.report.drawing import PRECISION_COLORS, front
+from triaccel_ray.service.report.figures import draw_run, overview, precision_heatmap, run_figures, step_edges
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import SPEC, write_value

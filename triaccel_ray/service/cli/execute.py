@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from triaccel_ray.config import require
+from triaccel_ray.service import jobs
 from triaccel_ray.service.cli import specs
 from triaccel_ray.service.cli.translation import replayed_control
 from triaccel_ray.service.commands import ui
@@ -11,7 +12,6 @@ from triaccel_ray.service.commands.next_steps import point_to
 from triaccel_ray.service.commands.replay import reasons_grid, verdict
 from triaccel_ray.service.commands.train import carry_out
 from triaccel_ray.service.console import out, rich_table
-from triaccel_ray.service.jobs import commands as job_commands
 from triaccel_ray.service.report.report import show
 from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.record import read_run
@@ -46,11 +46,11 @@ def execute(command: specs.Command) -> int:
                 task = load_task(name, None)
                 out.print(f"{name:40} {task.recipe.epochs} epochs, batch {task.control.batch.start}, {task.goal.words}")
         case specs.Submit():
-            return job_commands.submit(command.words, name=command.name, address=command.address)
+            return jobs.submit(command.words, name=command.name, address=command.address)
         case specs.Jobs():
-            return job_commands.list_jobs(address=command.address)
+            return jobs.list_jobs(address=command.address)
         case specs.Logs():
-            return job_commands.show_logs(command.job, follow=command.follow, address=command.address)
+            return jobs.show_logs(command.job, follow=command.follow, address=command.address)
         case specs.Stop():
-            return job_commands.stop(command.job, address=command.address)
+            return jobs.stop(command.job, address=command.address)
     return 0

@@ -15,8 +15,7 @@ from triaccel_ray.service.cli.settings import options, settings_of
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.runs.methods import METHODS, PROBE, TUNE_BATCH
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.search.dimensions import dimensions
-from triaccel_ray.service.search.spec import SearchSpec
+from triaccel_ray.service.search.spec import SearchSpec, dimensions
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 T = TypeVar("T")

@@ -17,9 +17,8 @@ from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.runs.methods import TUNE_BATCH
 from triaccel_ray.service.runs.record import read_spec
 from triaccel_ray.service.runs.spec import RunSpec, run_spec
-from triaccel_ray.service.search.dimensions import dimensions
 from triaccel_ray.service.search.search import read_search
-from triaccel_ray.service.search.spec import SearchSpec
+from triaccel_ray.service.search.spec import SearchSpec, dimensions
 from triaccel_ray.service.session import find, find_run
 from triaccel_ray.trainables.task import Purpose
 

@@ -4,20 +4,200 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, MultipleLocator
 
-from triaccel_ray.records.events import Tick
+from triaccel_ray.config import BatchConfig
+from triaccel_ray.measure.score import BYTES_PER_GB
+from triaccel_ray.records.events import Epoch, Tick
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.report import drawing
-from triaccel_ray.service.report.drawing import PRECISION_COLORS, legend, panel, shorten
-from triaccel_ray.service.report.overview import overview, step_edges
+from triaccel_ray.service.report.drawing import (
+    BLUE,
+    GRAY,
+    INK,
+    NAVY,
+    ORANGE,
+    PRECISION_COLORS,
+    RED,
+    caption,
+    legend,
+    mark_level,
+    panel,
+    shorten,
+)
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.storage.layout import EVENTS, FIGURES
+
+
+def overview(
+    epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig, goal: Goal, *, subtitle: str = ""
+) -> Figure:
+    """Returns eight panels: loss, metric, precisions, batch size, memory, speed, time, and metric over time.
+
+    The x axis of the last panel is seconds of training, of all others epochs. A baseline has no ticks: its batch size
+    and peak memory come from its epochs.
+    """
+    figure = drawing.new_figure(11.0, 10.0)
+    grid = figure.subplots(4, 2)
+    (loss, metric), (precisions, sizes), (memory, speed), (time, metric_over_time) = grid
+    panel(loss, "Loss", subtitle, y_label="mean over the samples")
+    panel(metric, f"Validation {goal.words}", " ", y_label=goal.axis_unit)
+    panel(precisions, "Precision", y_label="percent of the layers")
+    panel(sizes, "Batch size", y_label="samples a step")
+    panel(memory, "Memory of the process on the device", y_label="GB")
+    panel(speed, "Speed", y_label="samples per second")
+    panel(time, "Time", y_label="seconds per epoch")
+    over_time = f"Validation {goal.words} over time"
+    panel(metric_over_time, over_time, x_label="seconds of training", y_label=goal.axis_unit)
+    _draw_loss(loss, epochs)
+    _draw_metric(metric, epochs, [float(epoch.epoch) for epoch in epochs], goal)
+    _draw_precisions(precisions, epochs, ticks)
+    _draw_batch(sizes, epochs, ticks, batch)
+    _draw_memory(memory, epochs, ticks, batch)
+    _draw_by_epoch(speed, epochs, [epoch.images_per_second for epoch in epochs])
+    _draw_seconds(time, epochs, ticks)
+    _draw_metric(metric_over_time, epochs, np.cumsum([epoch.seconds for epoch in epochs]).tolist(), goal)
+    metric_over_time.set_xlim(left=0.0)
+    for axes in grid.flat[:7]:
+        axes.set_xlabel("epoch", fontsize=9.5, color=GRAY)
+        axes.set_xlim(0.0, epochs[-1].epoch)
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    return figure
+
+
+def _epoch_edges(epochs: Sequence[Epoch]) -> list[float]:
+    """Returns the epoch boundaries as edges for `stairs`, one more than epochs."""
+    return [epochs[0].epoch - 1, *(epoch.epoch for epoch in epochs)]
+
+
+def step_edges(ticks: Sequence[Tick]) -> list[float]:
+    """Returns the boundaries, in steps, of the intervals between ticks: one more than ticks, at least 1 step apart."""
+    return _edges([tick.observation.step for tick in ticks], 1.0)
+
+
+def _edges(ends: Sequence[float], narrowest: float) -> list[float]:
+    """Returns `ends` with the start of the first interval in front.
+
+    A log may begin late in a run, so the first interval is as wide as the second, and at least `narrowest`.
+    """
+    first = max(2 * ends[0] - ends[1], 0.0) if len(ends) > 1 else 0.0
+    return list(accumulate([min(first, ends[0] - narrowest), *ends], max))
+
+
+def _interval_edges(epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> list[float]:
+    """Returns the boundaries, in epochs, of the intervals between ticks and of the one after the last tick."""
+    edges = _edges([tick.observation.epoch for tick in ticks], 0.0)
+    return [*edges, max(edges[-1], epochs[-1].epoch)]
+
+
+def _draw_loss(axes: Axes, epochs: Sequence[Epoch]) -> None:
+    training = [(epoch.epoch, epoch.train_loss) for epoch in epochs]
+    held_out = [(epoch.epoch, epoch.held_out_loss) for epoch in epochs if epoch.held_out_loss is not None]
+    for losses, color, label in ((training, GRAY, "training"), (held_out, NAVY, "validation")):
+        if losses:
+            axes.plot(*zip(*losses, strict=True), color=color, linewidth=2.0, label=label, **_marker(epochs))
+    drawing.scale_losses(axes, [loss for _, loss in (*training, *held_out)])
+    legend(axes, loc="upper right")  # losses fall
+
+
+def _draw_metric(axes: Axes, epochs: Sequence[Epoch], at: Sequence[float], goal: Goal) -> None:
+    values = [epoch.held_out(goal) for epoch in epochs]
+    seen = [(place, value) for place, value in zip(at, values, strict=True) if value is not None]
+    if not seen:
+        caption(axes, "not looked at before the end of the run")
+        return
+    axes.plot(*zip(*seen, strict=True), color=NAVY, linewidth=2.0, **_marker(epochs))
+    mark_level(axes, seen[-1][1], goal.cell(seen[-1][1]), NAVY)
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+
+
+def _draw_precisions(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> None:
+    if not ticks:
+        caption(axes, "the same from the first step to the last")
+        return
+    plans = [*(tick.observation.plan for tick in ticks), ticks[-1].applied.plan]
+    below = np.zeros(len(plans))
+    for level in reversed(Precision):
+        counts = [list(plan.precision.values()).count(level) / len(plan.precision) for plan in plans]
+        above, color = below + 100.0 * np.array(counts), drawing.PRECISION_COLORS[level]
+        axes.stairs(above, _interval_edges(epochs, ticks), baseline=below, fill=True, color=color, label=level.name)
+        below = above
+    axes.set_ylim(0.0, 100.0)
+    axes.set_axisbelow(False)
+    legend(axes, ncols=3, columnspacing=1.4, handlelength=1.2, **drawing.ABOVE)
+
+
+def _draw_batch(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig) -> None:
+    """Draws the batch size, and the micro-batch size if it is smaller."""
+    sizes, edges = [epoch.batch_size for epoch in epochs], _epoch_edges(epochs)
+    micro_batches = sizes
+    if ticks:
+        plans = [*(tick.observation.plan for tick in ticks), ticks[-1].applied.plan]
+        sizes = [plan.batch_size for plan in plans]
+        micro_batches = [plan.micro_batch_size for plan in plans]
+        edges = _interval_edges(epochs, ticks)
+    axes.stairs(sizes, edges, color=BLUE, linewidth=2.0, baseline=None)
+    if micro_batches != sizes:
+        style: dict[str, Any] = {"color": BLUE, "linewidth": 1.2, "linestyle": ":"}
+        axes.stairs(micro_batches, edges, baseline=None, label="at once on the device", **style)
+        legend(axes, **drawing.ABOVE)
+    axes.set_ylim(0, 1.12 * max(sizes))
+    rungs_per_tick = math.ceil(max(sizes) / (5 * batch.granularity))
+    axes.yaxis.set_major_locator(MultipleLocator(batch.granularity * rungs_per_tick))
+    mark_level(axes, sizes[-1], f"{sizes[-1]}", BLUE)
+
+
+def _draw_memory(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig) -> None:
+    """Draws the peak memory of each interval, with the limit and the band in which the batch rule keeps it."""
+    memory = [tick.observation.memory for tick in ticks]
+    if ticks:
+        peak_bytes, edges = [signal.window_peak_bytes for signal in memory], _interval_edges(epochs, ticks)[:-1]
+    else:
+        peak_bytes, edges = [epoch.peak_bytes for epoch in epochs], _epoch_edges(epochs)
+    peaks = np.array(peak_bytes) / BYTES_PER_GB
+    axes.stairs(peaks, edges, fill=True, color=BLUE, alpha=0.14)
+    axes.stairs(peaks, edges, baseline=None, color=BLUE, linewidth=2.0)
+    axes.margins(y=0.15)
+    if not ticks:
+        return
+    limits = np.array([signal.attainable_bytes for signal in memory]) / BYTES_PER_GB
+    idle = np.array([signal.idle_bytes for signal in memory]) / BYTES_PER_GB
+    high, low = f"rho_high {batch.rho_high:.0%}", f"rho_low {batch.rho_low:.0%}"
+    for share, text, color in ((1.0, "limit", INK), (batch.rho_high, high, RED), (batch.rho_low, low, ORANGE)):
+        level = idle + share * (limits - idle)  # rho counts above the idle memory, which no batch size changes
+        axes.stairs(level, edges, baseline=None, color=color, linewidth=1.2, label=text)
+    legend(axes, ncols=3, **drawing.ABOVE)
+
+
+def _draw_by_epoch(axes: Axes, epochs: Sequence[Epoch], values: Sequence[float]) -> None:
+    axes.stairs(values, _epoch_edges(epochs), baseline=None, color=BLUE, linewidth=2.0)
+    axes.set_ylim(0.0, 1.15 * max(values))
+    axes.yaxis.set_major_formatter(drawing.PLAIN)
+
+
+def _draw_seconds(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> None:
+    """Draws the seconds of each epoch, and the part of them spent on changing plans."""
+    _draw_by_epoch(axes, epochs, [epoch.seconds for epoch in epochs])
+    epoch_of, seconds = [tick.observation.epoch for tick in ticks], [tick.applied.adapt_ms / 1e3 for tick in ticks]
+    spent, edges = np.histogram(np.ceil(epoch_of) - 0.5, _epoch_edges(epochs), weights=seconds)
+    if spent.any():
+        axes.stairs(spent, edges, fill=True, color=ORANGE, alpha=0.7, label="of which adapting")
+        legend(axes, **drawing.ABOVE)
+
+
+def _marker(epochs: Sequence[Epoch]) -> dict[str, Any]:
+    return {"marker": "o", "markersize": 4.0} if len(epochs) <= 25 else {}
+
 
 MOST_ROW_LABELS = 32
 """With more layers, only every second, third, ... one is labeled."""

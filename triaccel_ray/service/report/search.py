@@ -14,15 +14,13 @@ from optuna.importance import FanovaImportanceEvaluator
 
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import repeat_command
-from triaccel_ray.service.report.drawing import BLUE, GRAY, METHOD_STYLES, NAVY, save
-from triaccel_ray.service.report.many_runs import Series, metric_against_cost
+from triaccel_ray.service.report.drawing import BLUE, GRAY, METHOD_STYLES, NAVY, Series, metric_against_cost, save
 from triaccel_ray.service.report.provenance import about, all_settings, sharing_note, troubles
 from triaccel_ray.service.report.report import View, with_page
 from triaccel_ray.service.report.tables import FIGURE_COLUMNS, STAR, Grid, figure_cells, joined
 from triaccel_ray.service.runs.objective import Figures, grace_epochs
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.search import search
-from triaccel_ray.service.search.dimensions import dimensions
 from triaccel_ray.service.search.search import (
     SearchRecord,
     best_repeats,
@@ -31,6 +29,7 @@ from triaccel_ray.service.search.search import (
     ranked,
     tuned_thresholds_of,
 )
+from triaccel_ray.service.search.spec import dimensions
 from triaccel_ray.service.search.suggestions import quiet_optuna, trial_name
 from triaccel_ray.service.storage.layout import FIGURES
 

@@ -15,7 +15,7 @@ from ray.job_submission import JobDetails
 
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.parsing import parse
-from triaccel_ray.service.jobs.jobs import Submission, jobs_grid, submission
+from triaccel_ray.service.jobs import Submission, jobs_grid, submission
 
 SECRETS = {
     "MLFLOW_TRACKING_PASSWORD": "word-of-the-environment-6711",
