@@ -135,6 +135,7 @@ def test_a_search_and_a_comparison_are_repeated_by_their_names() -> None:
     assert again == replace(asked, base=base, num_trials=3, optional=("t_ctrl",), seed=5)
     compared = ComparisonSpec(base=replace(UNUSUAL, keep=None, purpose=Purpose.FINAL), methods=("amp",), num_fixed=3)
     stored(compared, "table", COMPARISON)
+    assert typed("compare", "--from", "table", "--target", "94").base == replace(compared.base, target=94.0)
     assert typed("compare", "--from", "table") == compared
     assert typed("compare", "--from", "table", "--ablation", "--seeds", "1") == replace(
         compared, ablation=True, num_seeds=1

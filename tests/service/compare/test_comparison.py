@@ -234,15 +234,15 @@ def test_the_command_of_a_comparison_is_that_of_a_finished_run(tmp_path: Path) -
     assert view_comparison(replace(record, runs=runs)).command == ""  # nothing to compare with
 
 
-def test_differences_to_amp_are_paired_with_intervals() -> None:
+def test_differences_to_amp_are_paired_with_intervals_corrected_for_three_rows() -> None:
     amp = results("amp", 90.0, 91.0, 92.0)
     better = results("triaccel", 91.0, 93.0, 95.0, score=(1e6, 1e6, 1e6))  # differences 1, 2, 3
     steady = results("fp32", 91.0, 92.01, 92.99)  # differences 1, 1.01, 0.99
     grid = to_amp(amp, steady, better, results("fixed", 90.0))
     assert {len(row) for row in grid.rows} == {len(grid.header)}
     rows = {(row[0], row[1]): list(row[2:]) for row in grid.rows}
-    assert rows["triaccel", "test accuracy %"] == ["+2", "+2.2", "-0.484 to +4.48"]  # 2 +- 4.302653 / sqrt(3)
-    assert rows["fp32", "test accuracy %"] == ["+1", "+1.1", "+0.975 to +1.02"]
+    assert rows["triaccel", "test accuracy %"] == ["+2", "+2.2", "-2.42 to +6.42"]  # 2 +- 7.648838 / sqrt(3)
+    assert rows["fp32", "test accuracy %"] == ["+1", "+1.1", "+0.956 to +1.04"]
     assert rows["fixed", "test accuracy %"] == ["0", "0", ""]
     assert rows["triaccel", "score"][0] == "+999999"
 

@@ -67,7 +67,7 @@ _METHOD = replace(
     doc="How to train. " + "; ".join(f"{name}: {METHODS[name]}" for name in _METHODS) + ".",
 )
 _KEEP = replace(RUN_SETTINGS["keep"], default="last")
-_ELSEWHERE = {"task", "method", "purpose", "trials_per_gpu", "seed", "keep"}
+_ELSEWHERE = {"task", "method", "purpose", "trials_per_gpu", "seed", "keep", "target"}
 _NO_THRESHOLDS = {"batch_size", "weights", "optimizer_state", "step_in_backward"}
 """Settings of the control loop that are neither thresholds nor intervals."""
 _TRAINING = [
@@ -84,9 +84,9 @@ _IN_THE_LOG = {*_MEASURING, "clip_norm", "max_skipped_steps", "loss_scale", "los
 """Settings that act only through what is measured; the log has the measurements, so a replay does not read them."""
 
 
-@options([_METHOD, RUN_SETTINGS["seed"], _KEEP])
+@options([_METHOD, RUN_SETTINGS["seed"], RUN_SETTINGS["target"], _KEEP])
 class RunOptions:
-    """Training method, seed, and which weights to keep."""
+    """Training method, seed, target, and which weights to keep."""
 
 
 @options(RUN_SETTINGS[name] for name in ("batch_min", "batch_max", "lr_rule", "seed"))
@@ -102,6 +102,7 @@ class SearchOptions:
 @options(
     [
         *(each for each in settings_of(ComparisonSpec) if each.path[0] not in ("base", "ablation")),
+        RUN_SETTINGS["target"],
         RUN_SETTINGS["trials_per_gpu"],
     ]
 )
@@ -164,7 +165,7 @@ def is_group(hint: Any) -> bool:
 def settings_of_run(spec: RunSpec) -> dict[str, Any]:
     """Returns the options of `triaccel run` that have a value, by name, as they are typed."""
     values = {}
-    for each in (_METHOD, RUN_SETTINGS["seed"], _KEEP, *_TRAINING, *_THRESHOLDS):
+    for each in (_METHOD, RUN_SETTINGS["seed"], RUN_SETTINGS["target"], _KEEP, *_TRAINING, *_THRESHOLDS):
         value: Any = reduce(getattr, each.path, spec)
         if value not in (None, {}):
             values[each.name] = each.shown(value)

@@ -131,7 +131,7 @@ class Comparison:
         for run in self.runs.values():
             if run.spec.method == method and run.end is not None and run.status == "finished":
                 seconds = sum(epoch.seconds for epoch in run.epochs)
-                by_seed[run.spec.seed] = {**run.end.results, TRAINING_SECONDS: seconds}
+                by_seed[run.spec.seed] = {**run.end.results, TRAINING_SECONDS: seconds, **run.to_target}
         return MethodResults(method=method, by_seed=by_seed)
 
 

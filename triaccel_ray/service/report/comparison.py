@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from decimal import Decimal
 from itertools import pairwise
 from typing import Any
 
 from triaccel_ray.measure.score import quality_text
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import repeat_command
-from triaccel_ray.service.compare.comparison import READINGS, REFERENCE, Comparison, MethodResults, final_runs
+from triaccel_ray.service.compare.comparison import REFERENCE, Comparison, MethodResults, final_runs
 from triaccel_ray.service.compare.spec import ABLATION
 from triaccel_ray.service.report.drawing import METHOD_STYLES, Series, metric_against_cost, save
 from triaccel_ray.service.report.provenance import about, all_settings, sharing_note, troubles
+from triaccel_ray.service.report.readings import best_of, mean_and_deviation, readings_grid
 from triaccel_ray.service.report.report import View, with_page
-from triaccel_ray.service.report.tables import VIEWS_NOTE, Grid, joined, result_headings
+from triaccel_ray.service.report.tables import TO_TARGET, VIEWS_NOTE, Grid, joined, result_headings
 from triaccel_ray.service.runs.methods import FIXED, METHODS
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import JOULES, ONE_VIEW
@@ -29,7 +29,7 @@ COMPARISON_MARKDOWN = "comparison.md"
 MIN_PAIRS = 3
 """Fewest pairs for a confidence interval: two differences leave a single degree of freedom."""
 LEVEL = 0.95
-"""Level of the confidence intervals."""
+"""Level at which the intervals of a figure hold for all rows together."""
 
 
 def label(method: str) -> str:
@@ -71,7 +71,7 @@ def view_comparison(record: Comparison) -> View:
 def _rows(record: Comparison) -> list[dict[str, Any]]:
     """Returns every method's figures, and its scores and costs by each reading, by heading."""
     base, results = record.spec.base, _results(record, record.spec.all_methods)
-    grids = values_grid("", results, base.goal), readings_grid("", results, base.goal)
+    grids = values_grid("", results, base.goal), readings_grid("", results, base.goal, base.target)
     return [{**values, **readings} for values, readings in zip(*(grid.as_dicts() for grid in grids), strict=True)]
 
 
@@ -108,7 +108,8 @@ def _figures(value: Callable[[str], float], goal: Goal) -> Figures:
 def comparison_tables(record: Comparison) -> list[Grid]:
     """Returns the comparison's tables in reading order, without empty ones."""
     spec, base, goal = record.spec, record.spec.base, record.spec.base.goal
-    shared, table_1 = sharing_note(base), _results(record, spec.table_1)
+    held_apart = "" if base.target is None else "trained without the validation samples, which judged each epoch"
+    shared, table_1 = joined(sharing_note(base), held_apart), _results(record, spec.table_1)
     table_2 = {row: record.results(method) for method, row in ABLATION.items()} if spec.ablation else {}
     amp = table_1.get(REFERENCE)
     note = "" if amp is not None else "AMP is not among the methods: there is nothing to compare with"
@@ -116,7 +117,7 @@ def comparison_tables(record: Comparison) -> list[Grid]:
     to_above = [(name, each, above) for (_, above), (name, each) in pairwise(table_2.items())]
     tables = (
         values_grid("Table 1, test samples, read once by each run", table_1, goal, note=joined(shared, note)),
-        readings_grid("Table 1, the score by each reading of time and memory", table_1, goal),
+        readings_grid("Table 1, the score by each reading of time and memory", table_1, goal, base.target),
         differences_grid("Table 1, differences to AMP", to_amp, goal),
         values_grid("Table 2, the ablation", table_2, goal, note=shared),
         differences_grid("Table 2, differences to the row above", to_above, goal),
@@ -128,6 +129,7 @@ def comparison_tables(record: Comparison) -> list[Grid]:
 def values_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, note: str = "") -> Grid:
     """Returns a table of means and standard deviations over seeds, a row per name in `rows`, with `note` below."""
     headings, one_view = _headings(rows.values(), goal), f"{ONE_VIEW}{goal.name}"
+    headings = {name: heading for name, heading in headings.items() if name not in TO_TARGET}  # beside the readings
     num_runs = sum(len(results.by_seed) for results in rows.values())
     num_with_views = sum(len(results.values(one_view)) for results in rows.values())
     mixed = f"only {num_with_views} of {num_runs} runs were judged by several views: not comparable"
@@ -153,6 +155,8 @@ def values_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, no
 def differences_grid(title: str, pairs: Sequence[tuple[str, MethodResults, MethodResults]], goal: Goal) -> Grid:
     """Returns a table of differences, first results minus second, paired by seed, with their confidence intervals.
 
+    Intervals are those of Student's t distribution, corrected for the number of rows (Bonferroni).
+
     Figures that are zero everywhere, such as the allocator's peak on a CPU, are left out; so are rows without a pair.
     """
     compared = [results for _, one, other in pairs for results in (one, other)]
@@ -165,12 +169,13 @@ def differences_grid(title: str, pairs: Sequence[tuple[str, MethodResults, Metho
     for row, one, other in pairs:
         for name, heading in headings.items():
             differences = paired_differences(one.values(name), other.values(name))
-            if not differences or math.isnan(one.mean(name) + other.mean(name)):  # a run lacks the figure
+            # Seeds that reach a target say nothing of those that do not.
+            if not differences or math.isnan(one.mean(name) + other.mean(name)):
                 continue
             mean = statistics.fmean(differences)
-            rows.append([row, heading, _signed(mean), _percent(mean, other.mean(name)), _interval(differences)])
-    note = f"paired by seed; intervals need {MIN_PAIRS} seeds, and of many rows some miss the true difference"
-    header = ("method", "figure", "difference", "%", f"{LEVEL:.0%} interval")
+            rows.append([row, heading, _signed(mean), _percent(mean, other.mean(name)), _interval(differences, len(pairs))])
+    note = f"paired by seed; intervals need {MIN_PAIRS} seeds, and those of a figure hold together with {LEVEL:.0%}"
+    header = ("method", "figure", "difference", "%", f"{LEVEL:.0%} interval, corrected")
     return Grid(title=title, header=header, rows=rows, note=note)
 
 
@@ -180,15 +185,15 @@ def paired_differences(values: Mapping[int, float], reference: Mapping[int, floa
     return [0.0 if math.isclose(one, other, rel_tol=1e-12) else one - other for one, other in pairs]
 
 
-def _interval(differences: Sequence[float]) -> str:
-    """Returns the confidence interval of the mean; empty with fewer than MIN_PAIRS differences."""
+def _interval(differences: Sequence[float], num_rows: int) -> str:
+    """Returns the confidence interval of the mean, one of `num_rows`; empty with fewer than MIN_PAIRS differences."""
     count = len(differences)
     if count < MIN_PAIRS:
         return ""
     from scipy import stats  # here: the import takes most of a second, which other commands save
 
     mean, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(count)
-    half = error * float(stats.t.ppf(0.5 + LEVEL / 2, count - 1))
+    half = error * float(stats.t.ppf(1 - (1 - LEVEL) / (2 * num_rows), count - 1))
     return f"{_signed(mean - half)} to {_signed(mean + half)}"
 
 
@@ -233,50 +238,3 @@ def _signed(value: float) -> str:
     if value == 0.0:
         return "0"
     return f"{value:+.0f}" if abs(value) >= 1000 else f"{value:+.3g}"
-
-
-def readings_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal) -> Grid:
-    """Returns the score by each reading; a note says whether all have the same leader."""
-    by_reading = {
-        reading: {name: results.scored_by(reading, goal) for name, results in rows.items()} for reading in READINGS
-    }
-    by_reading = {reading: scored for reading, scored in by_reading.items() if best_of(scored)}
-    leaders = {
-        reading: best_of(scored)
-        for reading, scored in by_reading.items()
-        if all(len(scored[name].by_seed) == len(results.by_seed) for name, results in rows.items())
-    }
-    verdict = ""
-    if leaders and sum(bool(results.by_seed) for results in rows.values()) > 1:
-        verdict = f"{next(iter(leaders.values()))} leads by every reading"
-        if len(set(leaders.values())) > 1:
-            all_leaders = ", ".join(f"{name} by {reading}" for reading, name in leaders.items())
-            verdict = f"the readings disagree: {all_leaders}"
-    return Grid(
-        title=title,
-        header=("method", *by_reading),
-        rows=[[name, *(mean_and_deviation(scored[name], "score") for scored in by_reading.values())] for name in rows],
-        note=joined("whole run s: of all epochs, compilation and adaptation included", verdict),
-    )
-
-
-def best_of(rows: Mapping[str, MethodResults]) -> str:
-    """Returns the name of the row with the best mean score; empty if none has it.
-
-    A row with fewer finished seeds than another, or with runs that lack the score, is not considered.
-    """
-    most = max((len(results.by_seed) for results in rows.values()), default=0)
-    means = {name: results.mean("score") for name, results in rows.items() if len(results.by_seed) == most}
-    known = [name for name, mean in means.items() if not math.isnan(mean)]
-    return max(known, key=means.__getitem__, default="")
-
-
-def mean_and_deviation(results: MethodResults, figure: str) -> str:
-    """Returns mean ± standard deviation over seeds as text; empty without a mean."""
-    mean, deviation = results.mean(figure), results.deviation(figure)
-    if math.isnan(mean):
-        return ""
-    text = f"{mean:.0f}" if abs(mean) >= 10_000 else f"{mean:.4g}"  # no exponents in either number
-    if math.isnan(deviation):
-        return text
-    return f"{text} ± {deviation:.0f}" if deviation >= 100 else f"{text} ± {Decimal(f'{deviation:.2g}'):f}"

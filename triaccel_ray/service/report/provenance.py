@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from triaccel_ray.records.events import parse_event
 from triaccel_ray.service.cli.options import RUN_SETTINGS, settings_of_run
-from triaccel_ray.service.report.tables import Grid, joined
+from triaccel_ray.service.report.tables import TO_TARGET, Grid, joined
 from triaccel_ray.service.runs.environment import COMMIT
 from triaccel_ray.service.runs.record import OWN_CODE, RunRecord
 from triaccel_ray.service.runs.spec import RunSpec
@@ -66,13 +66,16 @@ def sharing_note(spec: RunSpec) -> str:
 
 
 def run_notes(run: RunRecord) -> str:
-    """Returns a line each on GPU sharing, time spent adapting, and each kind of fault."""
+    """Returns a line each on GPU sharing, target, time spent adapting, and each kind of fault."""
     return "\n".join(_notes_on(run))
 
 
 def _notes_on(run: RunRecord) -> Iterator[str]:
     if note := sharing_note(run.spec):
         yield note
+    if run.spec.target is not None:
+        costs = (f"{value:.4g} {TO_TARGET[name]}" for name, value in run.to_target.items())
+        yield f"target {run.start.goal.named(run.spec.target)}: {', '.join(costs) or 'not reached'}"
     seconds = sum(tick.applied.adapt_ms for tick in run.ticks) / 1e3
     if seconds > 0:
         num_dropped = sum(len(tick.applied.evicted) for tick in run.ticks)

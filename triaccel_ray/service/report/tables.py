@@ -21,6 +21,8 @@ RESULT_HEADINGS: Mapping[str, str] = {
 """Result -> column heading; these columns follow those of the task's metrics."""
 COST_HEADINGS: Mapping[str, str] = {"training_seconds": "whole run s", JOULES: "whole run J"}
 """Result -> column heading, for what the whole training takes; only where measured."""
+TO_TARGET: Mapping[str, str] = {"seconds_to_target": "s to target", "joules_to_target": "J to target"}
+"""Result -> column heading, for what training takes until it reaches a target; only where one is given."""
 STAR = " *"
 """Suffix that marks the metric of a trial behind AMP by more than the margin, and the name of a chosen trial."""
 FIGURE_COLUMNS = ("s/epoch", "peak GB", "score")
@@ -84,7 +86,7 @@ def result_headings(names: Collection[str], goal: Goal, *, prefix: str = "") -> 
     metrics = {name: f"{prefix}{text}" for name, text in metric_headings(names, goal).items()}
     one_view = f"{ONE_VIEW}{goal.name}"
     views = {one_view: f"by one view {goal.unit}".rstrip()} if one_view in names else {}
-    optional = {name: text for name, text in COST_HEADINGS.items() if name in names}
+    optional = {name: text for name, text in {**COST_HEADINGS, **TO_TARGET}.items() if name in names}
     return {**metrics, **RESULT_HEADINGS, **views, **optional}
 
 

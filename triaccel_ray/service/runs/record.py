@@ -71,6 +71,22 @@ class RunRecord:
         return self.end is not None and (self.end.status == "finished" or self.end.cause in RESULTS)
 
     @property
+    def to_target(self) -> dict[str, float]:
+        """Seconds and joules of training up to the first epoch that reaches the target.
+
+        Empty without a target, or if none reaches it; without joules if they were not measured.
+        """
+        seconds, target, goal = 0.0, self.spec.target, self.start.goal
+        if target is None:
+            return {}
+        for epoch in self.epochs:
+            seconds += epoch.seconds
+            if (value := epoch.held_out(goal)) is not None and goal.is_reached(value, target):
+                joules = {} if epoch.joules is None else {"joules_to_target": epoch.joules}
+                return {"seconds_to_target": seconds, **joules}
+        return {}
+
+    @property
     def figures(self) -> Figures | None:
         """The figures of the whole run, with its final metric; None before the first evaluation."""
         return figures_of(self.epochs, self.start.goal, self.end.results if self.end else {})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from triaccel_ray.config import ControlConfig, LrRule, check_fields, knob, require
+from triaccel_ray.config import ControlConfig, LrRule, check_fields, in_bounds, knob, require
 from triaccel_ray.decide.paper import paper_rules
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
@@ -51,6 +51,10 @@ class RunSpec:
     """Runs that share a GPU. Each gets an equal part of its memory. Timings are marked, and energy is not measured."""
     goal: Goal = field(default_factory=Goal)
     """The metric that the task is judged by."""
+    target: float | None = knob(None, "(-inf, inf)")
+    """Value of the task's metric to reach on validation samples, such as 94. Reports then have the seconds and joules
+    until the first epoch that does. Final runs and comparisons train without these samples and still read the test set
+    once."""
     keep: Literal["last", "best"] | None = None
     """Weights to keep in model.pt: of the last epoch, or of the one that was best on the validation samples. Trials and
     comparisons keep none."""
@@ -60,6 +64,10 @@ class RunSpec:
         require(self.method in METHODS, "method", self.method, f"must be one of {', '.join(METHODS)}")
         rule = "a run on the CPU has no GPU to share; leave it out, or --device cpu"
         require(self.trials_per_gpu == 1 or self.device != "cpu", "trials-per-gpu", self.trials_per_gpu, rule)
+        if self.target is not None:
+            bounds = "[0, 100]" if self.goal.unit == "%" else "(-inf, inf)" if self.goal.maximize else "[0, inf)"
+            rule = f"no value that {self.goal.words} can have; give one in {bounds}"
+            require(in_bounds(self.target, bounds), "target", self.target, rule)
         rule = "a final run has no validation samples to choose an epoch by: leave out --final, or --keep best"
         require(self.keep != "best" or self.purpose is not Purpose.FINAL, "keep", self.keep, rule)
         rule = "give a budget or a headroom, not both"
@@ -88,7 +96,7 @@ class RunSpec:
     @property
     def validates(self) -> bool:
         """Whether the validation samples are kept apart from training, and judge the model after each epoch."""
-        return self.purpose is Purpose.SEARCH
+        return self.purpose is Purpose.SEARCH or self.target is not None
 
     @property
     def is_baseline(self) -> bool:
