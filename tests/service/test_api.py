@@ -22,7 +22,7 @@ from tests.service.search_folder import simulated_search
 from tests.service.stores import runs
 from tests.service.waiting import wait_until
 from triaccel_ray import Report, RunFailedError, compare, run, search, tune_batch
-from triaccel_ray.service.api import command_of
+from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.parsing import parse
 from triaccel_ray.service.cli.specs import Run, Search

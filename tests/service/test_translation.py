@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.service.cli.options import RUN_SETTINGS, repeat_command, settings_of_run
+from triaccel_ray.service.cli.keywords import command_of
+from triaccel_ray.service.cli.options import RUN_SETTINGS, repeat_command, settings_of_run, settings_text
 from triaccel_ray.service.cli.parsing import check, parse
-from triaccel_ray.service.cli.specs import TuneBatch
+from triaccel_ray.service.cli.specs import Search, TuneBatch
 from triaccel_ray.service.cli.translation import (
     comparison_of,
     replayed_control,
@@ -32,6 +33,7 @@ from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.storage.layout import SPEC, write_value
 from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.task import Purpose
+from triaccel_ray.trainables.text import TextGpt
 
 BASE = RunSpec(task="digits", recipe=Digits.recipe, control=Digits.control, keep="last")
 UNUSUAL = replace(
@@ -53,6 +55,8 @@ UNUSUAL = replace(
     device="cpu",
     lean_memory=False,
 )
+
+TEXT = RunSpec(task="text-gpt", recipe=TextGpt.recipe, control=TextGpt.control, goal=TextGpt().goal, keep="last")
 
 
 def typed(*words: str) -> Any:
@@ -112,6 +116,65 @@ def test_a_run_is_repeated_by_its_name() -> None:
     fused = replace(UNUSUAL.control, execution=ExecutionConfig(data_on="host"))
     expected = replace(UNUSUAL, seed=4, memory_budget_bytes=None, memory_headroom_bytes=2**26, control=fused)
     assert other == expected
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        UNUSUAL,
+        replace(TEXT, purpose=Purpose.FINAL, data_dir="/data \N{PILE OF POO} \x7f", memory_headroom_bytes=2**26),
+    ],
+    ids=["unusual", "final"],
+)
+def test_a_file_of_settings_is_the_run_again(spec: RunSpec) -> None:
+    Path("mine.toml").write_text(settings_text(spec))
+    assert typed("run", "--config", "mine.toml") == spec
+    other = typed("run", "--config", "mine.toml", "--lr", "0.5", "--tau-curv", "3")
+    assert (other.control.curvature.tau_curv, other.recipe) == (3.0, replace(spec.recipe, lr=0.5))
+
+
+def test_a_file_may_hold_the_options_of_a_search_and_what_is_typed_overrides_them() -> None:
+    text = "trials = 3\nnoise-bound = true\nname = 'hunt'\nalso = ['alpha']\ntask = 'digits'\nexperiment = 'other'"
+    Path("hunt.toml").write_text(text)
+    spec = typed("search", "--config", "hunt.toml")
+    assert (spec.num_trials, spec.optional, spec.base.control.batch.bound_by_noise_scale) == (3, ("alpha",), True)
+    words = [
+        "search",
+        "--config",
+        "hunt.toml",
+        "--also",
+        "t_ctrl",
+        "--trials",
+        "16",
+        "--experiment",
+        "triaccel-searches",
+    ]
+    command: Any = parse(words)  # the last one is the default
+    assert (command.name, command.experiment, command.task) == ("hunt", "triaccel-searches", "digits")
+    assert (search_of(command).num_trials, search_of(command).optional) == (16, ("t_ctrl",))
+    given: dict[str, Any] = {"trials": 16, "also": ["t_ctrl"], "experiment": "triaccel-searches"}
+    assert command_of(Search, None, {"config": "hunt.toml", **given}) == command
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epochs = 'many'", "epochs = 'many': must be an integer"),
+        ("epoch = 3", "option = 'epoch': no such option of this command in bad.toml"),
+        (None, r"config = 'bad\.toml': cannot be read: No such file"),
+        ("epochs = ", "config = 'bad.toml': is no TOML file"),
+        (100_000 * "[", "config = 'bad.toml': is no TOML file"),
+        ("initial-layers = ['conv1']", r"initial_layers = \('conv1',\): must be LAYER=PRECISION, each layer once"),
+        ("task = 5", "task = 5: must be a str"),
+        ("data-dir = '~nobody at all/x'", "names a user whom this machine does not know"),
+        ("config = 'other.toml'", "option = 'config': no such option"),
+    ],
+)
+def test_a_file_that_breaks_a_rule_is_refused(text: str | None, message: str) -> None:
+    if text is not None:
+        Path("bad.toml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        typed("run", "digits", "--config", "bad.toml")
 
 
 def test_a_repeated_run_leaves_its_weights() -> None:

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
 import html
 import os
-from collections.abc import Callable, Iterator, Mapping
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Final
 
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.records.codec import decode
-from triaccel_ray.service.cli.options import DEFAULT_STORAGE, Where, is_group
+from triaccel_ray.service.cli.keywords import command_of
+from triaccel_ray.service.cli.options import DEFAULT_STORAGE, Where
 from triaccel_ray.service.cli.parsing import check
-from triaccel_ray.service.cli.specs import Compare, Run, Search, Trains, TuneBatch, word_of
+from triaccel_ray.service.cli.specs import Compare, Run, Search, Trains, TuneBatch
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.trainables.registry import name_of
 
 if TYPE_CHECKING:
     from triaccel_ray.search_spaces.tuned import TunedThresholds
     from triaccel_ray.service.report.report import View
     from triaccel_ray.trainables.task import Task
 
-C = TypeVar("C")
-_PATHS: Final[Mapping[Any, Callable[[str], Any]]] = {StoragePath: StoragePath, Path | None: Path}
-"""Type of a path option -> its constructor from text."""
-_SIZES: Final = ("memory_budget", "memory_headroom")
 WIDTH: Final = 200
 """Width of printed tables in characters; wide enough that no column is dropped."""
 
@@ -84,55 +77,6 @@ def tune_batch(task: str | type[Task] | None = None, **options: Any) -> Report:
         RunFailedError: it failed; if out of memory, not even the smallest batch fits.
     """
     return _carried_out(command_of(TuneBatch, task, options))
-
-
-def command_of(command: type[C], task: Any, options: Mapping[str, Any]) -> C:
-    """Returns the command for `task`, a name or a class, with these options; None stands for an option's default.
-
-    Raises:
-        TypeError: an option does not exist (the message names the nearest), or the task is neither name nor class.
-        ValueError: a value is not valid for its option, or other processes cannot import the task.
-    """
-    known = dict(_kinds(command))
-    for name in options.keys() - known.keys():
-        function = word_of(command).replace("-", "_")
-        close = difflib.get_close_matches(name, known, n=1)
-        meant = f", did you mean {close[0]}?" if close else "; docs/cli.md lists all options"
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{meant}")
-    values = {name: _read(name, known[name], value) for name, value in options.items() if value is not None}
-    if task is not None:
-        values["task"] = name_of(task)
-    return _filled(command, values)
-
-
-def _kinds(command: type) -> Iterator[tuple[str, Any]]:
-    """Yields name and type of the options of a command, those of its option groups included."""
-    kinds = get_type_hints(command)
-    for name, hint in get_type_hints(command, include_extras=True).items():
-        if is_group(hint):
-            yield from _kinds(kinds[name])
-        elif name != "task":
-            yield name, kinds[name]
-
-
-def _read(name: str, kind: Any, value: Any) -> Any:
-    """Returns the dataclass value for the value that a caller gave; raises ValueError if it is not valid."""
-    if kind in _PATHS:
-        return _PATHS[kind](decode(str, os.fspath(value) if isinstance(value, os.PathLike) else value, name))
-    if isinstance(value, tuple):
-        value = list(value)
-    elif name in _SIZES and type(value) is int:
-        value = f"{value}B"
-    elif kind == Literal["on", "off"] | None and isinstance(value, bool):
-        value = "on" if value else "off"
-    return decode(kind, value, name)
-
-
-def _filled(kind: type[C], values: Mapping[str, Any]) -> C:
-    """Returns the dataclass and its option groups, each filled with the values of its own fields."""
-    hints = get_type_hints(kind, include_extras=True).items()
-    groups = {name: _filled(get_args(hint)[0], values) for name, hint in hints if is_group(hint)}
-    return kind(**groups, **{name: values[name] for name, _ in hints if name in values})
 
 
 def _carried_out(command: Trains) -> Report:

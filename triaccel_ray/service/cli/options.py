@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -17,6 +18,7 @@ from triaccel_ray.service.runs.methods import METHODS, PROBE, TUNE_BATCH
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.search.spec import SearchSpec, dimensions
 from triaccel_ray.service.storage.storage_path import StoragePath
+from triaccel_ray.trainables.task import Purpose
 
 T = TypeVar("T")
 DEFAULT_STORAGE = StoragePath("triaccel-runs")
@@ -44,6 +46,15 @@ FromName = Annotated[
         name="from",
         metavar="NAME",
         help="Repeat the result of this name, of the same command; other options change its settings.",
+        help_behavior_hint="",
+    ),
+]
+ConfigFile = Annotated[
+    Path | None,
+    tyro.conf.arg(
+        metavar="FILE",
+        help="TOML file of options, such as epochs = 5, and of the task, as config.toml in a run's folder. Options on "
+        "the command line override it.",
         help_behavior_hint="",
     ),
 ]
@@ -170,6 +181,19 @@ def settings_of_run(spec: RunSpec) -> dict[str, Any]:
         if value not in (None, {}):
             values[each.name] = each.shown(value)
     return values
+
+
+def settings_text(spec: RunSpec) -> str:
+    """Returns the task and the options of `triaccel run` as TOML, for --config."""
+    values = {"task": spec.task, **settings_of_run(spec)}
+    if spec.purpose is Purpose.FINAL:
+        values["final"] = True
+    return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
+
+
+def _toml(value: Any) -> str:
+    """Returns the value as TOML; as JSON, but for infinity, DEL and characters outside the basic plane."""
+    return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def repeat_command(command: str, folder: Path) -> str:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Union, get_args, get_type_hints
 import tyro
 
 from triaccel_ray.config import require
+from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.options import is_group
 from triaccel_ray.service.cli.settings import given
 from triaccel_ray.service.cli.specs import Command, Compare, Replay, Run, Search, Trains, TuneBatch, word_of
@@ -35,7 +36,7 @@ def parse(arguments: Sequence[str] | None) -> Command:
 
     Raises:
         SystemExit: they are invalid, or ask for help; the message has been printed, without passwords.
-        ValueError: there is no such command.
+        ValueError: there is no such command, or the file given as --config breaks a rule.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     own_words = words[: words.index("--")] if "--" in words else words  # words after -- belong to another command
@@ -59,15 +60,19 @@ def parse(arguments: Sequence[str] | None) -> Command:
         masked = [without_passwords(word) for word in words]
         if masked != words:
             _parse(Command, masked)  # reports invalid words here, without passwords in them
-        return _parse(Command, words)
+        parsed = _parse(Command, words)
+        if isinstance(parsed, Trains) and parsed.config is not None:  # what is typed overrides what is in the file
+            return _parse(type(parsed), words[1:], default=command_of(type(parsed), None, {"config": parsed.config}))
+        return parsed
     except BrokenPipeError:  # `triaccel search --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails, too
         sys.exit(1)
 
 
-def _parse(commands: Any, words: Sequence[str]) -> Command:
+def _parse(commands: Any, words: Sequence[str], default: Command | None = None) -> Command:
     parsed: Command = tyro.cli(
         commands,
+        default=tyro.MISSING_NONPROP if default is None else default,
         prog="triaccel",
         description=(
             "An elastic experiment service on Ray.\n"

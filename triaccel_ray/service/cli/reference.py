@@ -18,8 +18,8 @@ from triaccel_ray.service.cli.settings import Setting, worded
 HEAD = """# Options
 
 `python -m triaccel_ray.service.cli.reference` makes this page from the fields of the configurations. A task may have
-other defaults. Python functions take the same names, with `_`; there `on` and `off` may be `True` and `False`.
-`triaccel COMMAND --help-all` shows the rest.
+other defaults. Python functions take the same names, with `_`; there `on` and `off` may be `True` and `False`. So does
+a TOML file for `--config`; a finished run leaves one, `config.toml`. `triaccel COMMAND --help-all` shows the rest.
 
 Exit status: 0 on success, 1 if a run failed or a search found no feasible trial, 2 on bad input, 130 if stopped.
 """

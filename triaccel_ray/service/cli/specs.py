@@ -10,6 +10,7 @@ import tyro
 
 from triaccel_ray.service.cli.options import (
     CompareOptions,
+    ConfigFile,
     Experiment,
     Flag,
     Flat,
@@ -44,6 +45,7 @@ class Trains:
     task: TaskName = None
     """A bundled task (`triaccel doctor --tasks` lists them) or your own, as package.module:Class."""
     from_: FromName = None
+    config: ConfigFile = None
     main: Flat[Any] = None
     name: Name = None
     experiment: Experiment = ""

@@ -56,7 +56,7 @@ def run_of(command: Run) -> RunSpec:
     spec = with_options(base, {**options, ("purpose",): Purpose.FINAL if is_final else base.purpose})
     setting = RUN_SETTINGS["initial_layers"]
     given_layers = options.get(setting.path)
-    if given_layers:
+    if given_layers and command.config is None:  # a file's are those of its run, whatever its method
         is_used = spec.method_control.precision.initial_layers == given_layers
         rule = f"--method {spec.method} computes all layers alike; leave it out, or give --method triaccel"
         require(is_used, f"--{setting.option}", setting.shown(given_layers), rule)

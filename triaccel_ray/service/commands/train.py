@@ -11,7 +11,7 @@ from pathlib import Path
 import ray
 
 from triaccel_ray.records.events import Claim, End
-from triaccel_ray.service.cli.options import Where
+from triaccel_ray.service.cli.options import Where, settings_text
 from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search, Trains
 from triaccel_ray.service.cli.translation import spec_of
 from triaccel_ray.service.cluster.cluster import (
@@ -41,7 +41,7 @@ from triaccel_ray.service.report.report import View
 from triaccel_ray.service.report.run import view_run
 from triaccel_ray.service.report.search import view_search
 from triaccel_ray.service.runs.environment import require_budget
-from triaccel_ray.service.runs.methods import METHODS
+from triaccel_ray.service.runs.methods import METHODS, TUNE_BATCH
 from triaccel_ray.service.runs.record import read_if_begun, read_run, read_spec
 from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
@@ -65,8 +65,10 @@ from triaccel_ray.service.storage.copies import PAGE_FILES
 from triaccel_ray.service.storage.layout import (
     BASELINES,
     ERROR,
+    SETTINGS,
     begin,
     claiming_name,
+    write_atomically,
     write_value,
 )
 from triaccel_ray.service.storage.mirror import mirrored, require_unused, upload
@@ -200,6 +202,8 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
     if failures:  # or invalid input that only the run's own process could detect
         raise failures[folder.name]
     run = read_run(folder)
+    if spec.method != TUNE_BATCH:  # `triaccel run` cannot read this method
+        write_atomically(folder / SETTINGS, settings_text(spec))
     view = view_run(run)
     context.show(view)
     upload(place, PAGE_FILES)

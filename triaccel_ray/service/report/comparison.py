@@ -173,7 +173,9 @@ def differences_grid(title: str, pairs: Sequence[tuple[str, MethodResults, Metho
             if not differences or math.isnan(one.mean(name) + other.mean(name)):
                 continue
             mean = statistics.fmean(differences)
-            rows.append([row, heading, _signed(mean), _percent(mean, other.mean(name)), _interval(differences, len(pairs))])
+            rows.append(
+                [row, heading, _signed(mean), _percent(mean, other.mean(name)), _interval(differences, len(pairs))]
+            )
     note = f"paired by seed; intervals need {MIN_PAIRS} seeds, and those of a figure hold together with {LEVEL:.0%}"
     header = ("method", "figure", "difference", "%", f"{LEVEL:.0%} interval, corrected")
     return Grid(title=title, header=header, rows=rows, note=note)

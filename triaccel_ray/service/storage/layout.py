@@ -29,6 +29,8 @@ ERROR = "error.txt"
 """The traceback of the error that ended a run."""
 BASELINES = "baselines"
 """Folder of the baseline runs by which a search judges its trials."""
+SETTINGS = "config.toml"
+"""The options of a finished run, for --config."""
 FIGURES = "figures"
 """Folder of pictures."""
 
