@@ -189,6 +189,8 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
                 f"name = {name!r}: {place.folder} is empty: a command has just begun there, or was lost before it "
                 "trained; delete it then, and begin again"
             )
+        rule = f"leads out of the storage folder {storage}; if you trust what is there, name it by its path"
+        require(".." not in name.split("/"), "name", name, rule)
     return place
 
 
