@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 from matplotlib.text import Text
@@ -21,11 +22,20 @@ from PIL import Image
 from tests.service.browser import num_colours
 from tests.service.build import CONTROL, RESNET, SMALL, SimulatedRun
 from tests.service.records import RUN_SPEC
+from triaccel_ray.measure.memory import MIB
 from triaccel_ray.records.events import Epoch, Event, Tick, read_events
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.records.plan import Precision
+from triaccel_ray.records.plan import Precision, Storage
+from triaccel_ray.records.signals import MemoryProfile, RegionSignal
 from triaccel_ray.service.report.drawing import PRECISION_COLORS, front
-from triaccel_ray.service.report.figures import draw_run, overview, precision_heatmap, run_figures, step_edges
+from triaccel_ray.service.report.figures import (
+    draw_run,
+    memory_plan,
+    overview,
+    precision_heatmap,
+    run_figures,
+    step_edges,
+)
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import SPEC, write_value
@@ -100,6 +110,28 @@ def test_the_heatmap_shows_each_precision_as_long_as_it_was_in_force(tmp_path: P
         assert areas[level] / sum(areas.values()) == pytest.approx(counts[level] / sum(counts.values()), abs=0.02)
     assert min(counts.values()) > 0
     assert {*RESNET, "digits", "optimizer step", "Precision of each layer"} <= texts(figure)
+
+
+def test_the_memory_plan_shows_what_each_region_keeps_and_what_is_freed(tmp_path: Path) -> None:
+    tick = of_kind(Tick, events_of(tmp_path, epochs=1))[-1]
+    regions = tuple(
+        RegionSignal(
+            name=name, saved_bytes=saved * MIB, input_bytes=10 * MIB, offloadable_bytes=30 * MIB, forward_ms=1.0,
+            backward_ms=2.0,
+        )
+        for name, saved in (("stem", 40), ("body", 60), ("head", 50))
+    )  # fmt: skip
+    plan = replace(tick.observation.plan, storage={"body": Storage.RECOMPUTE, "head": Storage.OFFLOAD})
+    profile = MemoryProfile(regions=regions, micro_batch_size=8)
+    planned = replace(tick, observation=replace(tick.observation, plan=plan, profile=profile))
+    figure = memory_plan([planned, tick], subtitle="digits")
+    (axes,) = figure.axes
+    kept, freed = (
+        [bar.get_width() for bar in container] for container in axes.containers if isinstance(container, BarContainer)
+    )
+    assert kept == [40, 10, 20]
+    assert freed == [0, 50, 30]
+    assert {"stem", "body", "head", "kept  70 MiB", "recomputed  50 MiB", "offloaded  30 MiB"} <= texts(figure)
 
 
 def test_names_of_many_layers_are_shortened_and_thinned(tmp_path: Path) -> None:

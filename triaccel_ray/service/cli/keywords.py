@@ -1,4 +1,4 @@
-"""Options as keyword arguments of Python functions and as entries of a file; the dataclasses in `specs` declare them."""
+"""Options as keywords of Python functions and as entries of a file; the dataclasses in `specs` declare them."""
 
 from __future__ import annotations
 

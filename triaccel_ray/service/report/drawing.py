@@ -20,7 +20,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter
 
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.records.plan import Precision
+from triaccel_ray.records.plan import Precision, Storage
 from triaccel_ray.service.runs.objective import Figures
 
 INK: Final = "#1F2933"
@@ -53,6 +53,7 @@ METHOD_STYLES: Final[Mapping[str, tuple[str, str]]] = {
 
 PRECISION_COLORS: Final = {Precision.FP16: AMBER, Precision.BF16: SKY, Precision.FP32: NAVY}
 """Higher precisions are darker."""
+STORAGE_COLORS: Final = {Storage.KEEP: NAVY, Storage.RECOMPUTE: AMBER, Storage.OFFLOAD: SKY}
 
 DASHED: Final = (0, (5, 3))
 ABOVE: Final[dict[str, Any]] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}

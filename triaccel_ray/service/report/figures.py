@@ -1,4 +1,4 @@
-"""Figures of one run, drawn from its event log: an overview, and the precision of each layer."""
+"""Figures of one run, drawn from its event log: an overview, each layer's precision, and the memory plan."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from triaccel_ray.config import BatchConfig
+from triaccel_ray.measure.memory import MIB
 from triaccel_ray.measure.score import BYTES_PER_GB
 from triaccel_ray.records.events import Epoch, Tick
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.records.plan import Precision
+from triaccel_ray.records.plan import Precision, Storage
+from triaccel_ray.records.signals import RegionSignal
 from triaccel_ray.service.report import drawing
 from triaccel_ray.service.report.drawing import (
     BLUE,
@@ -29,6 +31,7 @@ from triaccel_ray.service.report.drawing import (
     ORANGE,
     PRECISION_COLORS,
     RED,
+    STORAGE_COLORS,
     caption,
     legend,
     mark_level,
@@ -206,7 +209,7 @@ MOST_ROW_LABELS = 32
 def run_figures(run: RunRecord) -> list[Path]:
     """Draws the figures that the run has data for and returns their paths; redraws them only if its log is newer."""
     log, pictures = run.folder / EVENTS, run.folder / FIGURES
-    drawn = [path for name in ("overview", "precision") if (path := pictures / f"{name}.png").exists()]
+    drawn = [path for name in ("overview", "precision", "memory_plan") if (path := pictures / f"{name}.png").exists()]
     if drawn and min(path.stat().st_mtime for path in drawn) >= log.stat().st_mtime:
         return drawn
     return [drawing.save(figure, pictures / f"{name}.png") for name, figure in draw_run(run).items()]
@@ -224,6 +227,8 @@ def draw_run(run: RunRecord) -> dict[str, Figure]:
         )
     if run.ticks:
         pictures["precision"] = precision_heatmap(run.ticks, subtitle=subtitle)
+    if any(tick.observation.plan.storage and tick.observation.profile for tick in run.ticks):
+        pictures["memory_plan"] = memory_plan(run.ticks, subtitle=subtitle)
     return pictures
 
 
@@ -238,12 +243,45 @@ def precision_heatmap(ticks: Sequence[Tick], *, subtitle: str = "") -> Figure:
     panel(axes, "Precision of each layer", subtitle, x_label="optimizer step")
     colors = ListedColormap([PRECISION_COLORS[level] for level in levels])
     axes.pcolorfast(step_edges(ticks), np.arange(len(names) + 1) - 0.5, ranks, cmap=colors, vmin=-0.5, vmax=2.5)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    rows = range(0, len(names), math.ceil(len(names) / MOST_ROW_LABELS))
-    axes.set_yticks(rows, [shorten(names[row]) for row in rows])
-    axes.tick_params(axis="y", length=0)
+    _label_rows(axes, names)
     axes.grid(visible=False)
     shares = [f"{level.name}  {100 * (ranks == level.rank).mean():.0f}%" for level in levels]
     handles = [Patch(color=PRECISION_COLORS[level], label=text) for level, text in zip(levels, shares, strict=True)]
     legend(axes, handles=handles, ncols=3, columnspacing=1.6, handlelength=1.2, **drawing.ABOVE)
     return figure
+
+
+def memory_plan(ticks: Sequence[Tick], *, subtitle: str = "") -> Figure:
+    """Returns a bar for each region of the model: what its backward pass needs, and where the last plan stores it."""
+    storage = next(plan.storage for tick in reversed(ticks) if (plan := tick.observation.plan).storage)
+    regions = next(each.regions for tick in reversed(ticks) if (each := tick.observation.profile))
+    figure = drawing.new_figure(9.6, min(max(0.215 * len(regions), 0.9), 7.0) + 1.8)
+    axes = figure.subplots()
+    panel(axes, "What each region saves for its backward pass", subtitle, x_label="MiB per micro-batch")
+    kinds = [storage.get(region.name, Storage.KEEP) for region in regions]
+    saved = np.array([region.saved_bytes for region in regions]) / MIB
+    kept = np.array([_kept_bytes(region, kind) for region, kind in zip(regions, kinds, strict=True)]) / MIB
+    axes.barh(range(len(regions)), kept, color=STORAGE_COLORS[Storage.KEEP])
+    axes.barh(range(len(regions)), saved - kept, left=kept, color=[STORAGE_COLORS[kind] for kind in kinds])
+    _label_rows(axes, [region.name for region in regions])
+    freed = {kind: sum(saved[row] - kept[row] for row, each in enumerate(kinds) if each is kind) for kind in Storage}
+    texts = {Storage.KEEP: "kept", Storage.RECOMPUTE: "recomputed", Storage.OFFLOAD: "offloaded"}
+    held = {**freed, Storage.KEEP: kept.sum()}
+    handles = [Patch(color=STORAGE_COLORS[kind], label=f"{texts[kind]}  {held[kind]:,.0f} MiB") for kind in Storage]
+    legend(axes, handles=handles, ncols=3, columnspacing=1.6, handlelength=1.2, **drawing.ABOVE)
+    return figure
+
+
+def _kept_bytes(region: RegionSignal, kind: Storage) -> int:
+    """Returns the bytes that a region holds on the device between its passes."""
+    if kind is Storage.RECOMPUTE:
+        return region.input_bytes
+    return region.saved_bytes - (region.offloadable_bytes if kind is Storage.OFFLOAD else 0)
+
+
+def _label_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Labels the rows from the top; with many, only every second, third, ... one."""
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    rows = range(0, len(names), math.ceil(len(names) / MOST_ROW_LABELS))
+    axes.set_yticks(rows, [shorten(names[row]) for row in rows])
+    axes.tick_params(axis="y", length=0)
