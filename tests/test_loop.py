@@ -254,7 +254,8 @@ def with_precisions(**levels: Precision) -> ControlConfig:
     ("model", "options", "message"),
     [
         (nn.BatchNorm1d(4), {}, "has no trainable weight of two or more dimensions"),
-        (mlp().double(), {}, "parameter 0.weight is torch.float64: must be torch.float32"),
+        (mlp().double(), {}, "parameter 0.weight is torch.float64: must be torch.float32.*use model.float()"),
+        (nn.ParameterList([torch.ones(2, 2, dtype=torch.complex64)]), {}, "parameter 0 is torch.complex64: .*view_as"),
         (nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4)), {}, "has sparse = True: must be"),
         (mlp(), {"optimizer": torch.optim.SGD(mlp().parameters())}, "the optimizer updates no layer of this model"),
         (mlp(), {"optimizer": torch.optim.LBFGS(mlp().parameters())}, "LBFGS needs a closure"),

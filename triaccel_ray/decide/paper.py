@@ -23,9 +23,7 @@ def paper_rules(config: ControlConfig) -> ControlConfig:
         config,
         revert_slowdowns=False,
         precision=replace(config.precision, dwell_ticks=0, patience_ticks=1, allow_slow_precisions=True),
-        curvature=replace(
-            config.curvature, method="hessian", smoothing=0.0, alpha=config.curvature.alpha or ALPHA
-        ),
+        curvature=replace(config.curvature, method="hessian", smoothing=0.0, alpha=config.curvature.alpha or ALPHA),
         batch=replace(
             config.batch,
             dwell_ticks=0,
