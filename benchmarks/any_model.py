@@ -20,7 +20,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from torch import Tensor
 from benchmarks.jobs import SIZES, Job, installed, job_of
 from benchmarks.processes import has_gpus, parser_of, print_all, run_apart
 from triaccel_ray.data.sampler import epoch_order
+from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.model.pytree import map_tensors
 
 OURS = ("loop", "bare", "checkpointed", "lean", "lean-8bit")
@@ -178,7 +178,7 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
 
 def run(name: str, method: str, num_steps: int, seed: int) -> dict[str, Any]:
     """Trains one model with one method and returns the measurements."""
-    began = time.perf_counter()
+    began, memory = time.perf_counter(), memory_meter(torch.device("cuda"))
     job = job_of(name, seed)
     torch.cuda.synchronize()
     ready = time.perf_counter()
@@ -207,13 +207,12 @@ def run(name: str, method: str, num_steps: int, seed: int) -> dict[str, Any]:
     found = {
         "model": name, "method": method, "ms": sum(stretches) / 5, "stretches": [round(ms, 3) for ms in stretches],
         "start_s": started, "setup_s": ready - began, "loss": sum(losses[1:]) / len(losses[1:]),
-        "peak_mib": _peak_mib(), "allocated_mib": torch.cuda.max_memory_allocated() / 2**20,
     }  # fmt: skip
     if parts is not None:
         loop, ticks = parts
-        loop.memory.refresh_peaks()
+        memory = loop.memory
+        memory.refresh_peaks()
         loop.close()
-        found["peak_mib"] = loop.memory.peak_bytes / 2**20
         faults = [fault for tick in ticks for fault in tick.observation.faults]
         found["faults"] = sorted({f"{fault.kind}@{fault.step}: {fault.detail}"[:220] for fault in faults})
         found["reasons"] = sorted({str(reason.code) for tick in ticks for reason in tick.decision.reasons})
@@ -221,19 +220,9 @@ def run(name: str, method: str, num_steps: int, seed: int) -> dict[str, Any]:
         found["precision"] = {
             level: list(loop.plan.precision.values()).count(level) for level in ("fp16", "bf16", "fp32")
         }
-    return found
-
-
-def _peak_mib() -> float:
-    import pynvml
-
-    pynvml.nvmlInit()
-    uuid = torch.cuda.get_device_properties(0).uuid
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    own = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
-    used = own[0] if own and own[0] else torch.cuda.memory_reserved()
-    return float(used - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()) / 2**20
+    else:
+        memory.refresh_peaks()
+    return found | {"peak_mib": memory.peak_bytes / 2**20, "allocated_mib": memory.allocated_peak_bytes / 2**20}
 
 
 def main() -> int:

@@ -96,26 +96,15 @@ def measurement(case: Case, method: CurvatureMethod, top_k: int) -> Callable[[],
 
 
 def timed(name: str, measure: Callable[[], object], n: int) -> str:
-    """Returns a line with the times of `measure`, which must be warmed up, and its peak of extra memory."""
-    wall, host, on_device, extra = [], [], [], 0
+    """Returns a line with the wall-clock times of `measure`, which must be warmed up."""
+    times = []
     for _ in range(n):
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
         start = time.perf_counter()
         measure()
-        host.append(1e3 * (time.perf_counter() - start))
-        last.record()
         torch.cuda.synchronize()
-        wall.append(1e3 * (time.perf_counter() - start))
-        on_device.append(first.elapsed_time(last))
-        extra = max(extra, torch.cuda.max_memory_allocated() - before)
-    middle = [statistics.median(times) for times in (wall, host, on_device)]
-    spread = f"({min(wall):.2f} - {max(wall):.2f}, n {n})"
-    times = "{:9.2f} ms {}  host {:8.2f}  device {:8.2f}".format(middle[0], spread, *middle[1:])
-    return f"{name:30s} {times}  extra {extra / 2**20:6.0f} MiB"
+        times.append(1e3 * (time.perf_counter() - start))
+    return f"{name:30s} {statistics.median(times):9.2f} ms ({min(times):.2f} to {max(times):.2f}, n {n})"
 
 
 def main() -> int:
