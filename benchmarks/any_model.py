@@ -60,12 +60,14 @@ def optimizer_of(job: Job) -> torch.optim.Optimizer:
     return torch.optim.AdamW(job.model.parameters(), lr=3e-4, weight_decay=0.01, fused=True, capturable=True)
 
 
-def batches(job: Job) -> Iterator[tuple[Any, Tensor]]:
-    """Yields batches from tensors on the GPU, in the control loop's random order of each epoch."""
+def batches(job: Job, share: slice = slice(None)) -> Iterator[tuple[Any, Tensor]]:
+    """Yields whole batches, or a share of each, from tensors on the GPU, in the control loop's order of each epoch."""
     for epoch in itertools.count():
         order = epoch_order(len(job.targets), seed=0, epoch=epoch).cuda()
-        for part in order.split(job.batch_size):
-            yield map_tensors(functools.partial(_rows, part), job.inputs), job.targets[part]
+        for batch in order.split(job.batch_size):
+            if len(batch) == job.batch_size:
+                part = batch[share]
+                yield map_tensors(functools.partial(_rows, part), job.inputs), job.targets[part]
 
 
 def _rows(indices: Tensor, tensor: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ def peer(job: Job, method: str) -> tuple[Step, Callable[[], Tensor]]:
         inputs, targets = next(drawn)
         if job.is_image and method != "amp":
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        loss = _loss(job, forward, inputs, targets)
+        loss = loss_of(job, forward, inputs, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -107,7 +109,7 @@ def _graphed(
         inputs = inputs.contiguous(memory_format=torch.channels_last)
 
     def work() -> Tensor:
-        loss = _loss(job, forward, inputs, targets)
+        loss = loss_of(job, forward, inputs, targets)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -140,7 +142,8 @@ def _tensors(value: Any) -> list[Tensor]:
     return list(value.values()) if isinstance(value, dict) else [value]
 
 
-def _loss(job: Job, forward: Any, inputs: Any, targets: Tensor) -> Tensor:
+def loss_of(job: Job, forward: Any, inputs: Any, targets: Tensor) -> Tensor:
+    """Returns the loss, computed under autocast to BF16."""
     with torch.autocast("cuda", torch.bfloat16):
         outputs = forward(**inputs) if isinstance(inputs, dict) else forward(inputs)
         return job.loss(outputs, targets)

@@ -18,7 +18,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,15 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.any_model import optimizer_of, ours
+from benchmarks.any_model import batches, loss_of, optimizer_of, ours
 from benchmarks.jobs import SIZES, Job, installed, job_of
 from benchmarks.processes import has_gpus, parser_of
-from triaccel_ray.data.sampler import epoch_order
-from triaccel_ray.model.pytree import map_tensors
 
 METHODS = ("ddp", "loop", "bare")
 WARM_STEPS, STRETCHES = 60, 5
 
 
-def ddp(job: Job, batch_size: int, rank: int, num_gpus: int) -> Callable[[], Any]:
+def ddp(job: Job, rank: int, num_gpus: int) -> Callable[[], Any]:
     """Returns a function that makes a step with `DistributedDataParallel`."""
     if job.is_image:
         job.model.to(memory_format=torch.channels_last)
@@ -46,30 +44,17 @@ def ddp(job: Job, batch_size: int, rank: int, num_gpus: int) -> Callable[[], Any
         wrap = torch.nn.parallel.DistributedDataParallel
         model = wrap(model, device_ids=[rank], gradient_as_bucket_view=True)
     forward = torch.compile(model, dynamic=False)
-    drawn = _shares(job, batch_size, rank, num_gpus)
+    drawn = batches(job, slice(rank, None, num_gpus))
 
     def step() -> None:
-        part = next(drawn)
-        inputs = map_tensors(lambda tensor: tensor[part], job.inputs)
+        inputs, targets = next(drawn)
         if job.is_image:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        with torch.autocast("cuda", torch.bfloat16):
-            outputs = forward(**inputs) if isinstance(inputs, dict) else forward(inputs)
-            loss = job.loss(outputs, job.targets[part])
-        loss.backward()
+        loss_of(job, forward, inputs, targets).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     return step
-
-
-def _shares(job: Job, batch_size: int, rank: int, num_gpus: int) -> Iterator[torch.Tensor]:
-    """Yields the indices of this GPU's samples in whole batches."""
-    for epoch in itertools.count():
-        order = epoch_order(len(job.targets), seed=0, epoch=epoch).cuda()
-        for part in order.split(batch_size):
-            if len(part) == batch_size:
-                yield part[rank::num_gpus]
 
 
 def measure(rank: int, name: str, method: str, num_gpus: int, batch_size: int, num_steps: int, folder: str) -> None:
@@ -78,12 +63,12 @@ def measure(rank: int, name: str, method: str, num_gpus: int, batch_size: int, n
     if num_gpus > 1:
         store = f"file://{folder}/store"
         distributed.init_process_group("nccl", init_method=store, rank=rank, world_size=num_gpus)
-    job = job_of(name)
+    job = replace(job_of(name), batch_size=batch_size)
     loop: Any = None
     if method == "ddp":
-        step = ddp(job, batch_size, rank, num_gpus)
+        step = ddp(job, rank, num_gpus)
     else:
-        step, _, (loop, _) = ours(replace(job, batch_size=batch_size), method)
+        step, _, (loop, _) = ours(job, method)
     for _ in range(WARM_STEPS):
         step()
     rates = []
