@@ -8,7 +8,7 @@ from torch import nn
 from tests.build import ONE, blobs, collected, cross_entropy, mlp, same, values
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.model.layers import find_layers
-from triaccel_ray.records.plan import Fault
+from triaccel_ray.records.plan import Fault, FaultKind
 
 FINE, OVERFLOW = torch.tensor(0.0), torch.tensor(1.0)
 SCALES = {"0": 0.5, "2": 0.25, "4": 1.0}
@@ -171,7 +171,8 @@ def test_a_step_without_memory_is_made_again_where_nothing_was_written(writes_fi
     plain.step()
     assert same(values(model), values(reference))
     (fault,) = optimizer.take_faults(step=2, batch_size=8)
-    assert fault == Fault.out_of_memory("no room for the step", step=2, phase="optimizer", batch_size=8)
+    kind, detail = FaultKind.OUT_OF_MEMORY, "no room for the step"
+    assert fault == Fault(kind=kind, step=2, phase="optimizer", batch_size=8, detail=detail)
     assert optimizer.take_faults(step=3, batch_size=8) == []
     assert released == [1]
 

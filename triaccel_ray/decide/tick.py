@@ -42,7 +42,9 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
         reasons.append(Reason(code=ReasonCode.APPLY_FAILED, subject="precision", text=text))
     else:
         layers, overflow_reasons = bar_overflowing(config.precision, observation, state, layers)
-        may_lower = not judged.is_open and _is_affordable(config, observation)
+        most_ms = config.max_overhead * observation.step * (observation.step_ms or 0.0)
+        is_affordable = not config.revert_slowdowns or observation.adapting_ms <= most_ms
+        may_lower = not judged.is_open and is_affordable
         precision, layers, changes = decide_precision(config.precision, observation, layers, may_lower=may_lower)
         reasons += overflow_reasons + changes
     enlarged = fault is not None or any(
@@ -91,12 +93,6 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
         num_skipped=observation.num_skipped,
     )
     return Decision(plan=plan, state=remembered, reasons=tuple(reasons))
-
-
-def _is_affordable(config: ControlConfig, observation: Observation) -> bool:
-    """Returns whether the time spent on new plans is within its share of the time that steps have taken."""
-    training_ms = observation.step * (observation.step_ms or 0.0)
-    return not config.revert_slowdowns or observation.adapting_ms <= config.max_overhead * training_ms
 
 
 def _batch_lr_reasons(config: BatchConfig, old: Plan, new: Plan) -> list[Reason]:
