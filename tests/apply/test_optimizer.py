@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.build import ONE, blobs, collected, cross_entropy, mlp, same, values
+from tests.build import ONE, Starved, blobs, collected, cross_entropy, mlp, same, values
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import Fault, FaultKind
@@ -133,23 +133,6 @@ def test_an_overflow_changes_neither_weights_nor_moments_not_even_at_the_first_s
     backward(model, 3, factor=float("inf"))
     step(optimizer, model, found=OVERFLOW, by=ONE)
     assert same(kept_of(model, optimizer), kept)
-
-
-class Starved(torch.optim.SGD):
-    """Finds no memory at its first step: before it writes anything, or after the first parameter."""
-
-    def __init__(self, params: Any, *, writes_first: bool) -> None:
-        super().__init__(params, lr=0.1, momentum=0.9)
-        self.num_failures, self.writes_first = 0, writes_first
-
-    def step(self, closure=None):
-        if self.num_failures == 0:
-            self.num_failures += 1
-            if self.writes_first:
-                with torch.no_grad():
-                    self.param_groups[0]["params"][0].add_(1.0)
-            raise torch.OutOfMemoryError("no room for the step")
-        return super().step(closure)
 
 
 @pytest.mark.parametrize("writes_first", [False, True])

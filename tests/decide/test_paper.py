@@ -61,10 +61,3 @@ def test_the_batch_follows_the_share_of_the_whole_memory_at_every_tick(share: fl
     plan = decide(CONFIG, seen, run().decision.state).plan
     assert plan.batch_size == size  # whatever it costs; above the idle process, the first share would be 0.23
     assert plan.batch_lr_scale == 1.0
-
-
-def test_a_slower_precision_stays() -> None:
-    loop, times = run(), iter([1.0, 1.0, *[50.0] * 10])
-    for _ in range(12):
-        loop.step(layer(1e-9), memory=memory_of(), step_ms=next(times))
-    assert loop.plan.precision["conv"] is FP16
