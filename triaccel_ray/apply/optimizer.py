@@ -136,7 +136,7 @@ class LayerwiseOptimizer:
     def take_faults(self, *, step: int, batch_size: int) -> list[Fault]:
         """Returns, once, why the kernel is no longer used, and the out-of-memory errors recovered from."""
         faults = [
-            Fault.out_of_memory(detail, step=step, phase="optimizer", batch_size=batch_size)
+            Fault(kind=FaultKind.OUT_OF_MEMORY, step=step, phase="optimizer", batch_size=batch_size, detail=detail)
             for detail in self._out_of_memory_details
         ]
         if self._obstacle is not None:

@@ -179,7 +179,8 @@ class Step:
                 is_smallest = num_parts >= most_parts
                 disabled = self._disable_failed_feature(error, step)
                 is_hopeless = not is_out_of_memory(error) or (is_smallest and not is_over_budget)
-                stores_less = not disabled and is_out_of_memory(error) and self._store_least()
+                lacks_memory = not disabled and is_out_of_memory(error)
+                stores_less = lacks_memory and self.activations is not None and self.activations.recompute_all()
                 if not disabled and is_hopeless and not stores_less:
                     raise
                 detail = first_line(error)
@@ -206,18 +207,15 @@ class Step:
 
     def _out_of_memory_fault(self, detail: str, num_samples: int, step: int) -> Fault:
         """Returns the fault of a batch that is retried as the step is set now."""
-        return Fault.out_of_memory(
-            detail,
+        return Fault(
+            kind=FaultKind.OUT_OF_MEMORY,
             step=step,
             phase="forward_backward",
             batch_size=num_samples,
             micro_batch_size=-(-num_samples // self._num_parts(num_samples)),
             stores_least=self.activations is not None and self.activations.stores_least,
+            detail=detail,
         )
-
-    def _store_least(self) -> bool:
-        """Recomputes every region that can be, if that may be chosen; returns whether that changes anything."""
-        return self.activations is not None and self.activations.recompute_all()
 
     def _learn(self, step: int) -> tuple[Fault, ...]:
         """Keeps what the last pass has recorded of the regions; returns a fault if some can no longer be offloaded."""

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.proxy import Answer, proxy_to
 from tests.build import same
 from tests.service.own_task import own_spec, write_module
+from tests.service.proxy import Answer, proxy_to
 from tests.service.stores import Server, free_port, only_run, runs, ship
 from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
 from tests.service.worker_factory import WorkerFactory, train

@@ -2,7 +2,7 @@
 
 A block (1/b) sum_r a_r a_r^T of m columns a_r with n elements has the non-zero eigenvalues of the m x m matrix
 (1/b) <a_r, a_s>. Here m is in the hundreds and n in the millions (Dangel et al. 2022, "ViViT"). ViViT supports a list
-of module types; this code supports any module, with slower and more general ways to the same matrix as fallbacks.
+of module types; this code supports any module, with one pass of the model per sample as the fallback.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
+from triaccel_ray.cuda.out_of_memory import is_out_of_memory
 from triaccel_ray.measure.curvature.calls import (
     Strategy,
     Structure,
@@ -32,8 +32,6 @@ from triaccel_ray.measure.curvature.columns import (
     fast,
     joined,
     layer_factors,
-    model_columns,
-    require_replaceable,
     sample_columns,
 )
 from triaccel_ray.measure.curvature.factors import Shape, compute_dtype, factor_gram, factorize, slices
@@ -49,6 +47,8 @@ from triaccel_ray.measure.curvature.objective import (
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, gradient_noise, reduce_matrices
 from triaccel_ray.model.layers import Layer
 
+_MAX_ALONE = 64
+"""Most passes of single samples in one CUDA graph, each of which adds a few thousand kernels."""
 _TOGETHER = 512
 """Largest order at which the matrices of all layers are reduced at once; larger ones go one by one to save memory."""
 
@@ -67,7 +67,7 @@ class GramMethod(Method):
 
         Raises:
             StructureChangedError: the forward pass differs from the known structure.
-            Exception: any error of a module that no longer works with `torch.func`.
+            Exception: any error of the model or the loss.
         """
         if (structure := self.structure) is None:
             structure = self.structure = explore_structure(objective, self._layers, self._head)
@@ -75,13 +75,13 @@ class GramMethod(Method):
                 return self._measure(objective, structure)
             except StructureChangedError as error:
                 reason = f"the course of the model depends on its samples: {error}"
-            structure = self.structure = structure.by_samples(self._layers, reason, varies=True)
+            structure = self.structure = structure.varying(reason)
         return self._measure(objective, structure)
 
     def num_passes(self, objective: Objective, num_iterations: int | None = None) -> int:
         """Returns the number of passes of the model in a measurement with the known structure."""
         assert self.structure is not None
-        return len(list(_passages(objective, self.structure))) * len(objective.parts())
+        return len(list(_passes(objective, self.structure))) * len(objective.parts())
 
     def _measure(self, objective: Objective, structure: Structure) -> CurvatureEstimate:
         b, is_fisher = objective.num_samples, self._head is fisher_head
@@ -98,8 +98,9 @@ class GramMethod(Method):
         else:
             matrices = torch.cat([gram.to(grams[0].device) for gram in grams])
         by_samples = [layer.name for layer in structure.layers_by(Strategy.SAMPLES)]
+        num_alone = b * sum(columns_of is sample_columns for columns_of, _ in _passes(objective, structure))
         self.not_capturable_because = ""
-        if by_samples and (structure.varies or structure.num_columns > 1):
+        if by_samples and (structure.varies or structure.num_columns > 1 or num_alone > _MAX_ALONE):
             self.not_capturable_because = f"layers {', '.join(by_samples)} take one pass of the model per sample"
         return CurvatureEstimate(
             matrices=matrices,
@@ -110,7 +111,7 @@ class GramMethod(Method):
 
 
 def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head) -> Structure:
-    """Returns the structure of the forward pass, from runs of two samples and of one; strategies are tried on two.
+    """Returns the structure of the forward pass, from runs of two samples and of one.
 
     Raises:
         ValueError: the model uses reentrant checkpointing, which hides a part of the graph.
@@ -122,7 +123,6 @@ def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head)
         single = record_calls(two.part(slice(0, 1)).outputs, watched)[1]
     root, cotangents = head(outputs, two)
     structure = find_structure(root, calls, single, layers, len(cotangents))
-    by_model = structure.layers_by(Strategy.MODEL)
     edges = [call.edge for call in calls if call.edge is not None]
     if len(cotangents) > 1 and edges:
         try:
@@ -131,16 +131,6 @@ def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head)
             if is_out_of_memory(error):
                 raise
             structure = replace(structure, batched_columns=False)
-    del outputs, calls, single, edges, root, cotangents
-    if not by_model:
-        return structure
-    try:
-        require_replaceable(two.part(slice(0, 1)), head, by_model)
-        model_columns(two, head, [(layer, slice(0, 1)) for layer in by_model], batched=structure.batched_columns)
-    except Exception as error:  # code that does not support `torch.func` may raise anything
-        if is_out_of_memory(error):
-            raise
-        return structure.by_samples(by_model, f"torch.func cannot run the model: {first_line(error)}")
     return structure
 
 
@@ -157,17 +147,12 @@ def layer_grams(objective: Objective, head: Head, structure: Structure) -> Itera
     b, q = objective.num_samples, structure.num_columns
     for layer in structure.layers_by(Strategy.NONE):
         yield layer, layer.weights[0].new_zeros(b * q, b * q, dtype=compute_dtype(layer))
-    columns_by: dict[Strategy, ColumnsOf] = {
-        Strategy.FACTORS: partial(factored_columns, structure=structure),
-        Strategy.MODEL: partial(model_columns, batched=structure.batched_columns),
-        Strategy.SAMPLES: sample_columns,
-    }
     sums: dict[Layer, Tensor] = {}
-    for passage in _passages(objective, structure):
-        if passage.as_factors:
-            yield from _grams_of_factors(objective, head, structure, [unit.layer for unit in passage.units])
+    for columns_of, units in _passes(objective, structure):
+        if columns_of is None:
+            yield from _grams_of_factors(objective, head, structure, [unit.layer for unit in units])
         else:
-            yield from _grams_of_columns(objective, head, columns_by[passage.strategy], passage.units, sums)
+            yield from _grams_of_columns(objective, head, columns_of, units, sums)
 
 
 ColumnsOf = Callable[[Objective, Head, Sequence[Part]], list[Tensor]]
@@ -191,27 +176,22 @@ class _Unit:
         return self.layer, self.elements
 
 
-@dataclass(frozen=True, eq=False)
-class _Passage:
-    """One pass over all chunks, and the units that it collects."""
+def _passes(objective: Objective, structure: Structure) -> Iterator[tuple[ColumnsOf | None, list[_Unit]]]:
+    """Yields how columns are collected in each pass over all chunks, and of which units; None: factors of whole layers.
 
-    strategy: Strategy
-    units: list[_Unit]
-    as_factors: bool = False
-    """Whether it collects the factors of whole layers in place of columns."""
-
-
-def _passages(objective: Objective, structure: Structure) -> Iterator[_Passage]:
-    """Yields the passes over the chunks: each keeps at most `kept_bytes` of all samples, or a single unit."""
+    A pass keeps at most `kept_bytes` of all samples, or a single unit.
+    """
     factored, kept_bytes = list(_factored_units(objective, structure)), objective.limits.kept_bytes
-    for group in _groups(factored, kept_bytes):
-        yield _Passage(Strategy.FACTORS, group, as_factors=True)
+    yield from ((None, group) for group in _groups(factored, kept_bytes))
     done = {unit.layer for unit in factored}
-    for strategy in (Strategy.FACTORS, Strategy.MODEL, Strategy.SAMPLES):
+    ways: tuple[tuple[Strategy, ColumnsOf], ...] = (
+        (Strategy.FACTORS, partial(factored_columns, structure=structure)),
+        (Strategy.SAMPLES, sample_columns),
+    )
+    for strategy, columns_of in ways:
         layers = [layer for layer in structure.layers_by(strategy) if layer not in done]
         units = [unit for layer in layers for unit in _units(layer, objective, structure)]
-        for group in _groups(units, kept_bytes):
-            yield _Passage(strategy, group)
+        yield from ((columns_of, group) for group in _groups(units, kept_bytes))
 
 
 def _groups(units: Sequence[_Unit], kept_bytes: int) -> Iterator[list[_Unit]]:
