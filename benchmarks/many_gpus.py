@@ -31,7 +31,7 @@ from benchmarks.any_model import batches, loss_of, optimizer_of, ours
 from benchmarks.jobs import SIZES, Job, installed, job_of
 from benchmarks.processes import has_gpus, parser_of
 
-METHODS = ("ddp", "loop", "bare")
+METHODS = ("ddp", "loop", "bare", "sharded")
 WARM_STEPS, STRETCHES = 60, 5
 
 
@@ -84,6 +84,7 @@ def measure(rank: int, name: str, method: str, num_gpus: int, batch_size: int, n
     if num_gpus > 1:
         distributed.all_gather_object(every, sums)
     found = {"rate": sum(rates) / STRETCHES, "range": [min(rates), max(rates)], "equal": every.count(sums) == num_gpus}
+    found["peak"] = torch.cuda.max_memory_allocated() / 2**30
     if loop is not None:
         found["captured"] = loop._training.steps.num_captured
         loop.close()  # its graphs hold the communicator
@@ -109,7 +110,8 @@ def main() -> int:
         failed |= not together["equal"]
         print(
             f"{name:16} {method:5} 1 GPU {alone['rate']:9.0f}/s, {args.gpus} GPUs {together['rate']:9.0f}/s "
-            f"({together['range'][0]:.0f} to {together['range'][1]:.0f}): x {together['rate'] / alone['rate']:.2f}"
+            f"({together['range'][0]:.0f} to {together['range'][1]:.0f}): x {together['rate'] / alone['rate']:.2f}, "
+            f"allocator {alone['peak']:.2f} and {together['peak']:.2f} GiB"
             + (f", {together['captured']} graphs" if "captured" in together else "")
             + ("" if together["equal"] else "  WEIGHTS DIFFER"),
             flush=True,

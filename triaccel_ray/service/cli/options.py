@@ -107,7 +107,7 @@ _METHOD = replace(
 )
 _KEEP = replace(RUN_SETTINGS["keep"], default="last")
 _ELSEWHERE = {"task", "method", "purpose", "trials_per_gpu", "seed", "keep", "register", "target"}
-_NO_THRESHOLDS = {"batch_size", "weights", "optimizer_state", "step_in_backward"}
+_NO_THRESHOLDS = {"batch_size", "weights", "optimizer_state", "step_in_backward", "shard_optimizer"}
 """Settings of the control loop that are neither thresholds nor intervals."""
 _TRAINING = [
     each
