@@ -171,9 +171,8 @@ class Step:
                     parts = self.batches(indices, num_samples)
                     loss_sum = self.accumulate(parts, num_samples, loss_scale, obstacles if watch else None)
                 faults = feature_faults + memory_faults + self._learn(step)
-                return StepOutcome(
-                    loss_sum=loss_sum, num_samples=num_samples, faults=faults, obstacles=tuple(obstacles)
-                )
+                found = tuple(obstacles)
+                return StepOutcome(loss_sum=loss_sum, num_samples=num_samples, faults=faults, obstacles=found)
             except (RuntimeError, MemoryError) as error:
                 is_over_budget = isinstance(error, BudgetExceededError)
                 is_smallest = num_parts >= most_parts
