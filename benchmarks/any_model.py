@@ -219,14 +219,9 @@ def run(name: str, method: str, num_steps: int, seed: int) -> dict[str, Any]:
         loop.close()
         faults = [fault for tick in ticks for fault in tick.observation.faults]
         found["faults"] = sorted({f"{fault.kind}@{fault.step}: {fault.detail}"[:220] for fault in faults})
-        found["reasons"] = sorted({str(reason.code) for tick in ticks for reason in tick.decision.reasons})
-        found["adapt_ms"] = round(sum(tick.applied.adapt_ms for tick in ticks))
-        found["precision"] = {
-            level: list(loop.plan.precision.values()).count(level) for level in ("fp16", "bf16", "fp32")
-        }
     else:
         memory.refresh_peaks()
-    return found | {"peak_mib": memory.peak_bytes / 2**20, "allocated_mib": memory.allocated_peak_bytes / 2**20}
+    return found | {"peak_mib": memory.peak_bytes / 2**20}
 
 
 def main() -> int:

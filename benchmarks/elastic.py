@@ -23,7 +23,6 @@ from benchmarks.any_model import optimizer_of
 from benchmarks.jobs import SIZES, job_of
 from benchmarks.processes import has_gpus, parser_of, print_all, run_apart
 from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, PrecisionConfig, use_lean_memory
-from triaccel_ray.records.plan import ReasonCode
 
 MODES = ("elastic", "unknown", "steps")
 
@@ -45,11 +44,10 @@ def run(name: str, mode: str, num_epochs: int, num_samples: int) -> dict[str, An
     loop.close()
     planned = (tick.decision.plan.batch_size for tick in ticks)
     sizes = [size for size, _ in itertools.groupby([loop.config.batch.start, *planned])]
-    held = [reason.text for tick in ticks for reason in tick.decision.reasons if reason.code is ReasonCode.HELD_COST]
     return {
-        "model": name, "batch": mode, "total_s": round(total, 2), "first_epoch_s": round(seconds[0], 2),
+        "model": name, "batch": mode, "total_s": round(total, 2),
         "last_epoch_s": round(seconds[-1], 3), "peak_mib": loop.memory.peak_bytes >> 20, "sizes": sizes,
-        "new_plans_s": round(sum(tick.applied.adapt_ms for tick in ticks) / 1e3, 2), "held": held[-1] if held else "",
+        "new_plans_s": round(sum(tick.applied.adapt_ms for tick in ticks) / 1e3, 2),
     }  # fmt: skip
 
 
