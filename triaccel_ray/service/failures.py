@@ -18,12 +18,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import pickle
 import shutil
+import time
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from triaccel_ray.cuda.out_of_memory import is_out_of_memory
+from triaccel_ray.distributed.ranks import LostRankError
 from triaccel_ray.model.dry_run import IN_YOUR_CODE
 from triaccel_ray.records.events import End, Epoch, EventLog, Interruption, LogError, Start, TakenOverError, read_events
 from triaccel_ray.service.storage.layout import DAMAGED, ERROR, REPLACED
@@ -78,6 +82,7 @@ class RunsFailedError(RunFailedError):
 _CAUSES = {
     NonFiniteLossError: "non_finite",
     PreemptedError: "preempted",
+    LostRankError: "preempted",
     DiskFullError: "disk_full",
     TakenOverError: "taken_over",
     StoreError: "store",
@@ -96,6 +101,18 @@ def cause_of(error: BaseException) -> str:
 def failed(error: Exception) -> End:
     """Returns the end record of a run that failed by `error`."""
     return End(status="failed", cause=cause_of(error), message=f"{type(error).__name__}: {error}"[:500])
+
+
+def picklable(error: Exception) -> Exception:
+    """Returns `error` with its traceback as a note; if it cannot be pickled, a RuntimeError with the same message."""
+    error.add_note(f"raised in the run's own process:\n{''.join(traceback.format_exception(error))}")
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # unpickling may raise anything
+        substitute = RuntimeError(f"{type(error).__name__}: {error}")
+        substitute.__notes__ = error.__notes__
+        return substitute
+    return error
 
 
 def write_traceback(folder: Path, error: BaseException) -> None:
@@ -164,17 +181,45 @@ def keep_replaced(path: Path) -> bool:
     return True
 
 
-def interruptions_in(path: Path) -> tuple[list[tuple[int, Interruption]], Interruption | None]:
-    """Returns the log's interruptions with their indices, and the one to append now; None if nothing is recorded."""
+@dataclass(frozen=True, kw_only=True)
+class LogHistory:
+    """What an earlier process has left in a run's log."""
+
+    interruptions: Sequence[tuple[int, Interruption]] = ()
+    """Earlier interruptions with their indices."""
+    latest: Interruption | None = None
+    """The interruption to append now; None if nothing is recorded."""
+    times_ms: Sequence[int] = ()
+    """Unix time of each record, in milliseconds."""
+
+    def interruption(self, num_kept: int, *, world_size: int) -> Interruption | None:
+        """Returns the interruption to append after the first `num_kept` records, by one of `world_size` processes."""
+        found = self.latest
+        if found is None:
+            return None
+        if world_size > found.world_size_before and found.cause == "preempted":
+            # Ray Train ends the processes to begin again with more, which looks like a loss.
+            found = replace(found, cause="resized", message="GPUs have been added")
+        if world_size != found.world_size_before:
+            found = replace(found, message=f"{found.message}; {found.world_size_before} -> {world_size} processes")
+        since = self.times_ms[num_kept - 1] / 1e3 if num_kept <= len(self.times_ms) else None
+        return replace(found, world_size=world_size, seconds_lost=None if since is None else time.time() - since)
+
+
+def history_of(path: Path) -> LogHistory:
+    """Returns what the log at `path` says of the processes that wrote it; an empty history if it cannot be read."""
     try:
-        records = [event.record for event in read_events(path)]
+        events = list(read_events(path))
     except LogError:
-        return [], None
+        return LogHistory()
+    if not events:
+        return LogHistory()
+    records, end = [event.record for event in events], events[-1].record
     earlier = [(place, record) for place, record in enumerate(records) if isinstance(record, Interruption)]
-    if not records:
-        return earlier, None
-    end = records[-1]
+    cause, message = "preempted", "the process or its node was lost"
     if isinstance(end, End):
         cause, message = end.cause or end.status, end.message or f"it was {end.status}"
-        return earlier, Interruption(cause=cause, message=message, epoch=0)
-    return earlier, Interruption(cause="preempted", message="the process or its node was lost", epoch=0)
+    before = records[0].parameters.get("world_size", 1) if isinstance(records[0], Start) else 1
+    world_size = earlier[-1][1].world_size if earlier else int(before or 1)
+    latest = Interruption(cause=cause, message=message, epoch=0, world_size_before=world_size)
+    return LogHistory(interruptions=earlier, latest=latest, times_ms=[event.time_ms for event in events])

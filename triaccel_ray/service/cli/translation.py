@@ -170,7 +170,7 @@ def _repeated(name: str, where: Where) -> RunSpec:
 def _split(command: Search | Compare) -> tuple[dict[tuple[str, ...], Any], dict[tuple[str, ...], Any]]:
     """Returns the options of the search or comparison itself, and those of its runs."""
     own, common = given(command.main), {**given(command.training), **given(command.thresholds)}
-    shared = own.keys() & {("trials_per_gpu",), ("target",)}
+    shared = own.keys() & {("gpus",), ("trials_per_gpu",), ("target",)}
     return own, common | {path: own.pop(path) for path in shared}
 
 
