@@ -22,8 +22,9 @@ from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.distributed.ranks import LostRankError, Ranks
 from triaccel_ray.service.failures import MAX_LOSSES, PreemptedError, picklable
 from triaccel_ray.service.runs.follower import Follower
-from triaccel_ray.service.runs.mailbox import EndOnFailure, Mailbox, Progress, RankFailedError
+from triaccel_ray.service.runs.mailbox import Mailbox, Progress
 from triaccel_ray.service.runs.processes import end_with_parent
+from triaccel_ray.service.runs.rank_failures import EndOnFailure, RankFailedError
 from triaccel_ray.service.runs.saving import SavingPolicy
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
@@ -55,18 +56,13 @@ class GroupJob:
     on_gpus: bool
     shared: SharedSplits | None
 
-    @property
-    def key(self) -> bytes:
-        """Key in the cluster's key-value store under which the run's placement group is noted."""
-        return f"triaccel-ray group of {self.place}".encode()
-
 
 class Group:
     """The ranks of one run, as its trial sees them; a thread waits for Ray Train meanwhile."""
 
     def __init__(self, job: GroupJob) -> None:
         """Starts the ranks."""
-        _release_predecessor(job)
+        release_gpus(job.place)  # of a group whose trial was lost
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._mailbox: Any = ray.remote(Mailbox).options(num_cpus=0, scheduling_strategy=here).remote()
         self._error: Exception | None = None
@@ -146,7 +142,7 @@ def train_rank(job: GroupJob, mailbox: Any) -> None:
     end_with_parent()
     try:
         if ray.train.get_context().get_world_rank() == 0:
-            _internal_kv_put(job.key, pickle.dumps(get_current_placement_group()), overwrite=True)
+            _internal_kv_put(_key_of(job.place), pickle.dumps(get_current_placement_group()), overwrite=True)
         with _training(job) as (worker, folder):
             _train(worker, folder, mailbox)
     except LostRankError:
@@ -208,12 +204,17 @@ def _cause_of_end(error: Exception) -> Exception:
     return pickle.loads(cause.pickled) if isinstance(cause, RankFailedError) else cause
 
 
-def _release_predecessor(job: GroupJob) -> None:
-    """Frees the GPUs of a group whose trial was lost.
+def release_gpus(place: StoragePath) -> None:
+    """Releases what the group of the run at `place` has reserved, if its trial was killed.
 
     Ray 2.60 ends its processes, but keeps their placement group until the job ends. Ray Train's cleaner needs the
     dashboard to notice the loss, and a Ray that starts for one command has none.
     """
-    found = _internal_kv_get(job.key)
+    found = _internal_kv_get(_key_of(place))
     if found:
         remove_placement_group(pickle.loads(found))
+
+
+def _key_of(place: StoragePath) -> bytes:
+    """Returns the key in the cluster's key-value store under which the run's placement group is noted."""
+    return f"triaccel-ray group of {place}".encode()

@@ -1,13 +1,9 @@
-"""Messages between the trial of a run and its group of ranks. Light to import: small processes of Ray's load it."""
+"""Messages between the trial of a run and its group of ranks; light to import, for an actor that does nothing else."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from ray.train import UserCallback
 
 from triaccel_ray.service.runs.objective import Figures
 
@@ -71,25 +67,3 @@ class Mailbox:
     async def has_begun(self) -> bool:
         """Returns whether the run's log has been opened."""
         return self._has_begun
-
-
-class RankFailedError(RuntimeError):
-    """A rank has failed by itself, so that another attempt would fail again."""
-
-    def __init__(self, message: str, pickled: bytes, is_peer: bool) -> None:
-        """Takes the exception pickled: Ray's processes need not import the user's code.
-
-        `is_peer` says that it only repeats what another rank has raised.
-        """
-        super().__init__(message, pickled, is_peer)
-        self.pickled, self.is_peer = pickled, is_peer
-
-
-class EndOnFailure(UserCallback):
-    """Ends the group when a rank has failed by itself. Ray Train 2.60 would retry any exception of a rank."""
-
-    def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
-        """Raises what a rank has raised, which ends the run; returns if a process was lost, which Ray Train retries."""
-        failed = [error for error in worker_exceptions.values() if isinstance(error, RankFailedError)]
-        if failed and len(failed) == len(worker_exceptions):
-            raise min(failed, key=lambda error: error.is_peer)

@@ -23,6 +23,7 @@ from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.records.events import End, LogError, TakenOverError
 from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, RunFailedError, StoreError, failed
+from triaccel_ray.service.runs.group import release_gpus
 from triaccel_ray.service.runs.record import end_run, read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
@@ -114,6 +115,7 @@ def fit(
         except KeyboardInterrupt:
             for name in trials.begun:
                 _end_if_unfinished(context.place / name)
+                release_gpus(context.place / name)
             raise
     last = _last_results(context, trials.configs, results)
     # Reference cycles in Tune hold Ray handles. Freed by another thread during Ray's shutdown, they end the process.
