@@ -135,7 +135,7 @@ def _require_read(spec: RunSpec, options: Given) -> None:
         ValueError: the task does not read an option, or its `unread` has a name that is no option.
     """
     task = spec.load_task()
-    own = replace(spec, recipe=task.recipe, control=task.control, data_dir=None)
+    own = replace(spec, recipe=task.recipe, control=task.control, data_dir=None, gpus=RunSpec.gpus)
     for name in task.unread:
         require(name in RUN_SETTINGS, f"unread of {spec.task}", name, "must name an option of `triaccel run`")
         setting = RUN_SETTINGS[name]
