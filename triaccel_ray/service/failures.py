@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import pickle
 import shutil
 import time
@@ -26,10 +27,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch import nn
+
+from triaccel_ray.apply.evaluate import Evaluation
 from triaccel_ray.cuda.out_of_memory import is_out_of_memory
 from triaccel_ray.distributed.ranks import LostRankError
 from triaccel_ray.model.dry_run import IN_YOUR_CODE
 from triaccel_ray.records.events import End, Epoch, EventLog, Interruption, LogError, Start, TakenOverError, read_events
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.storage.layout import DAMAGED, ERROR, REPLACED
 
 MAX_LOSSES = 3
@@ -101,6 +106,22 @@ def cause_of(error: BaseException) -> str:
 def failed(error: Exception) -> End:
     """Returns the end record of a run that failed by `error`."""
     return End(status="failed", cause=cause_of(error), message=f"{type(error).__name__}: {error}"[:500])
+
+
+def require_finite_result(evaluation: Evaluation, model: nn.Module, goal: Goal, way_out: str) -> None:
+    """Checks the result of an evaluation on held-out samples; a non-finite loss alone may be intended by the task.
+
+    Raises:
+        NonFiniteLossError: the loss and a value in the model are not finite, or the metric is not.
+    """
+    # An overflow may have reached a norm's running statistics.
+    tensors = (*model.parameters(), *model.buffers())
+    if not math.isfinite(evaluation.loss) and not all(tensor.isfinite().all() for tensor in tensors):
+        raise NonFiniteLossError(
+            f"the loss on held-out samples is {evaluation.loss}, and the model holds NaN or infinite values{way_out}"
+        )
+    if not math.isfinite(evaluation.metrics.get(goal.name, 0.0)):
+        raise NonFiniteLossError(f"{goal.name} of held-out samples is {evaluation.metrics[goal.name]}{way_out}")
 
 
 def picklable(error: Exception) -> Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from triaccel_ray.measure.score import BYTES_PER_GB, efficiency_score, mean_epoch_seconds
+from triaccel_ray.records.codec import decode
 from triaccel_ray.records.events import (
     End,
     Epoch,
@@ -177,6 +179,14 @@ def read_spec(folder: Path) -> RunSpec:
         LogError: it is missing or damaged.
     """
     return read_value(RunSpec, folder / SPEC, "the run cannot be continued or reported without it")
+
+
+def is_spec_of(spec: RunSpec, saved: str) -> bool:
+    """Returns whether the spec in a checkpoint equals `spec`; fields that are missing in it have their defaults."""
+    try:
+        return decode(RunSpec, json.loads(saved)) == spec
+    except ValueError:  # a field that this version does not know
+        return False
 
 
 class RunLog:

@@ -83,12 +83,12 @@ class RunTrial(tune.Trainable):
 
     def setup(self, config: dict[str, Any], context: RunContext) -> None:  # type: ignore[override]  # with_parameters
         """Stores the spec of the run; the first step that trains builds its worker."""
-        self._context = context
+        self._context, self._saving = context, SavingPolicy()
+        self._configure(config)
         if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
             end_with_parent()
-            preload()
-        self._saving = SavingPolicy()
-        self._configure(config)
+            if not self._spec.is_distributed:
+                preload()
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Switches the actor to another configuration; it keeps its CUDA context."""

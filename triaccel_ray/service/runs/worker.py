@@ -33,12 +33,13 @@ from triaccel_ray.service.failures import (
     failed,
     keep_replaced,
     reporting_full_disk,
+    require_finite_result,
     write_traceback,
 )
 from triaccel_ray.service.runs.building import build_loop, fitted_control, samples_of, seed_everything
 from triaccel_ray.service.runs.environment import cap_memory_share, start_record
 from triaccel_ray.service.runs.objective import Figures
-from triaccel_ray.service.runs.record import JOULES, ONE_VIEW, RunLog, figures_of, joules_after
+from triaccel_ray.service.runs.record import JOULES, ONE_VIEW, RunLog, figures_of, is_spec_of, joules_after
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trained_model import TrainedModel
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED
@@ -117,8 +118,7 @@ class Worker:
             if keep_replaced(self.folder / EVENTS):
                 notes.append(f"no checkpoint can be read, and what was recorded is in {REPLACED}")
             self.log.open()
-            world_size, memory = self._ranks.world_size, self.loop.memory
-            self.log.append(start_record(self.spec, self._control, self.device, memory, world_size))
+            self.log.append(start_record(self.spec, self._control, self.device, self.loop.memory, self._ranks.world_size))
         (self.folder / ERROR).unlink(missing_ok=True)  # an interruption is about to be recorded in its place
         for index, record in history.interruptions:
             if index >= (num_kept or 1):  # cut off with the records after the checkpoint
@@ -274,9 +274,9 @@ class Worker:
             raise  # it is not damaged, so the run must not start over
         except CheckpointError as error:
             return None, str(error)
-        if not self._is_own(state["spec"]):
+        if not is_spec_of(self.spec, state["spec"]):
             raise CheckpointError(f"checkpoint {path} belongs to a run with other settings: resume that one instead")
-        if self._ranks.world_size > 1:  # other machines may lack the file
+        if not self._ranks.is_alone:  # other machines may lack the file
             self._ranks.share(path.read_bytes())
         try:
             self._load(state)
@@ -294,13 +294,6 @@ class Worker:
         self._times.load_state_dict(state["epoch_times"])
         self.last = None if state["last"] is None else decode(Epoch, state["last"])
 
-    def _is_own(self, spec: str) -> bool:
-        """Returns whether a checkpoint's spec equals this run's; fields that are missing in it have their defaults."""
-        try:
-            return decode(RunSpec, json.loads(spec)) == self.spec
-        except ValueError:  # a field that this version does not know
-            return False
-
     def _build_loop(self) -> ControlLoop | BaselineLoop:
         return build_loop(
             self.spec,
@@ -313,7 +306,6 @@ class Worker:
         )
 
     def _rebuild_loop(self) -> None:
-        """Begins again with a new model."""
         self._drop_loop()  # first: its memory would count as the next one's
         self.loop = self._build_loop()
         self._times, self.last = EpochTimes(), None
@@ -344,16 +336,7 @@ class Worker:
 
     def _evaluate(self, samples: DataSource) -> Evaluation:
         evaluation = self.loop.evaluate(samples, self._task.metrics, is_last=self.finished)
-        # An overflow may have reached a norm's running statistics. A non-finite loss alone may be intended by the task.
-        tensors = (*self.loop.model.parameters(), *self.loop.model.buffers())
-        if not math.isfinite(evaluation.loss) and not all(tensor.isfinite().all() for tensor in tensors):
-            raise NonFiniteLossError(
-                f"the loss on held-out samples is {evaluation.loss}, and the model holds NaN or infinite values"
-                f"{self._way_out()}"
-            )
-        name = self.spec.goal.name
-        if not math.isfinite(evaluation.metrics.get(name, 0.0)):
-            raise NonFiniteLossError(f"{name} of held-out samples is {evaluation.metrics[name]}{self._way_out()}")
+        require_finite_result(evaluation, self.loop.model, self.spec.goal, self._way_out())
         self._one_view = evaluation.one_view
         return evaluation
 
