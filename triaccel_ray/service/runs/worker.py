@@ -47,10 +47,7 @@ from triaccel_ray.trainables.task import Purpose, Splits
 
 
 class Worker:
-    """Trains one run epoch by epoch, writes its event log, saves and restores it.
-
-    On several ranks, it is rank 0's, and the others have a `Follower` each.
-    """
+    """Trains one run epoch by epoch, writes its event log, saves and restores it."""
 
     def __init__(self, spec: RunSpec, folder: Path, splits: Splits | None = None) -> None:
         """Builds model, data and loop; everything the run writes goes below `folder`.
@@ -118,7 +115,8 @@ class Worker:
             if keep_replaced(self.folder / EVENTS):
                 notes.append(f"no checkpoint can be read, and what was recorded is in {REPLACED}")
             self.log.open()
-            self.log.append(start_record(self.spec, self._control, self.device, self.loop.memory, self._ranks.world_size))
+            world_size, memory = self._ranks.world_size, self.loop.memory
+            self.log.append(start_record(self.spec, self._control, self.device, memory, world_size))
         (self.folder / ERROR).unlink(missing_ok=True)  # an interruption is about to be recorded in its place
         for index, record in history.interruptions:
             if index >= (num_kept or 1):  # cut off with the records after the checkpoint
