@@ -14,7 +14,10 @@ from triaccel_ray.service.storage.layout import CHECKPOINT
 
 
 class Follower(Worker):
-    """Trains the same loop as rank 0, which has a plain `Worker`. Its log is never opened, so it writes nothing; its spec keeps no model."""
+    """Trains the same loop as rank 0, which has a plain `Worker`.
+
+    It writes nothing: its log is never opened, and its spec keeps no model.
+    """
 
     def resume(self) -> int:
         """Restores the states that rank 0 reads from its files, in its order; the last one is that of the run."""
