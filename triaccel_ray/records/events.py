@@ -150,7 +150,8 @@ class Interruption:
     world_size: int = 1
     """Processes that train the run from here."""
     seconds_lost: float | None = None
-    """Seconds since the last record before this one: those of the work that is repeated, and those until it begins."""
+    """Seconds since the checkpoint, or since the last interruption if that is later: of work that is repeated, and of
+    the restart. None if the log is damaged."""
 
 
 Record: TypeAlias = Start | Tick | Epoch | Throughput | End | Interruption

@@ -223,8 +223,11 @@ class LogHistory:
             found = replace(found, cause="resized", message="GPUs have been added")
         if world_size != found.world_size_before:
             found = replace(found, message=f"{found.message}; {found.world_size_before} -> {world_size} processes")
-        since = self.times_ms[num_kept - 1] / 1e3 if num_kept <= len(self.times_ms) else None
-        return replace(found, world_size=world_size, seconds_lost=None if since is None else time.time() - since)
+        # Work since the checkpoint is repeated; before an earlier interruption, it is counted there.
+        places = [num_kept - 1, *(place for place, _ in self.interruptions)]
+        since_ms = max((self.times_ms[place] for place in places if place < len(self.times_ms)), default=None)
+        seconds_lost = None if since_ms is None else max(time.time() - since_ms / 1e3, 0.0)
+        return replace(found, world_size=world_size, seconds_lost=seconds_lost)
 
 
 def history_of(path: Path) -> LogHistory:
