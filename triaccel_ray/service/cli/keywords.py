@@ -36,6 +36,8 @@ class Keyword:
     default: Any
     is_size: bool
     """Whether it is an amount of memory, which may also be given as a number of bytes."""
+    is_count: bool = False
+    """Whether it is a count or a range of such, which may also be given as a number."""
 
     def read(self, given: Any) -> Any:
         """Returns the dataclass value for the value that a caller gave; None stands for the default.
@@ -52,6 +54,8 @@ class Keyword:
             given = list(given)
         elif self.is_size and type(given) is int:
             given = f"{given}B"
+        elif self.is_count and type(given) is int:
+            given = str(given)
         elif self.kind == Literal["on", "off"] | None and isinstance(given, bool):
             given = "on" if given else "off"
         return decode(self.kind, given, self.name)
@@ -62,7 +66,7 @@ class Keyword:
         kind = self.kind
         if kind in _PATHS:
             kind = str | Path
-        elif self.is_size:
+        elif self.is_size or self.is_count:
             kind = str | int
         return inspect.Parameter(
             self.name,
@@ -81,8 +85,9 @@ def keywords(command: type) -> Iterator[Keyword]:
             continue
         marks = getattr(hint, "__metadata__", ())
         if tyro.conf.Positional not in marks:
-            is_size = any(getattr(mark, "metavar", None) == "SIZE" for mark in marks)
-            yield Keyword(name=name, kind=kinds[name], default=getattr(command, name), is_size=is_size)
+            words = {getattr(mark, "metavar", None) for mark in marks}
+            default, is_count = getattr(command, name), "N|MIN..MAX" in words
+            yield Keyword(name=name, kind=kinds[name], default=default, is_size="SIZE" in words, is_count=is_count)
 
 
 def command_of(command: type[C], task: Any, options: Mapping[str, Any]) -> C:

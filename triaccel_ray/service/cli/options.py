@@ -106,7 +106,7 @@ _METHOD = replace(
     doc="How to train. " + "; ".join(f"{name}: {METHODS[name]}" for name in _METHODS) + ".",
 )
 _KEEP = replace(RUN_SETTINGS["keep"], default="last")
-_ELSEWHERE = {"task", "method", "purpose", "trials_per_gpu", "seed", "keep", "register", "target"}
+_ELSEWHERE = {"task", "method", "purpose", "trials_per_gpu", "gpus", "seed", "keep", "register", "target"}
 _NO_THRESHOLDS = {"batch_size", "weights", "optimizer_state", "step_in_backward", "shard_optimizer"}
 """Settings of the control loop that are neither thresholds nor intervals."""
 _TRAINING = [
@@ -123,9 +123,9 @@ _IN_THE_LOG = {*_MEASURING, "clip_norm", "max_skipped_steps", "loss_scale", "los
 """Settings that act only through what is measured; the log has the measurements, so a replay does not read them."""
 
 
-@options([_METHOD, RUN_SETTINGS["seed"], RUN_SETTINGS["target"], _KEEP, RUN_SETTINGS["register"]])
+@options([_METHOD, *(RUN_SETTINGS[name] for name in ("gpus", "seed", "target")), _KEEP, RUN_SETTINGS["register"]])
 class RunOptions:
-    """Training method, seed, target, and which weights to keep."""
+    """Training method, GPUs, seed, target, and which weights to keep."""
 
 
 @options(RUN_SETTINGS[name] for name in ("batch_min", "batch_max", "lr_rule", "seed"))
@@ -133,7 +133,10 @@ class TuneBatchOptions:
     """Batch sizes to time, and the rule for the learning rate of the chosen one."""
 
 
-@options([*(each for each in settings_of(SearchSpec) if each.path[0] != "base"), RUN_SETTINGS["trials_per_gpu"]])
+_GPUS = (RUN_SETTINGS["gpus"], RUN_SETTINGS["trials_per_gpu"])
+
+
+@options([*(each for each in settings_of(SearchSpec) if each.path[0] != "base"), *_GPUS])
 class SearchOptions:
     """Search space, number of trials, and objective."""
 
@@ -142,7 +145,7 @@ class SearchOptions:
     [
         *(each for each in settings_of(ComparisonSpec) if each.path[0] not in ("base", "ablation")),
         RUN_SETTINGS["target"],
-        RUN_SETTINGS["trials_per_gpu"],
+        *_GPUS,
     ]
 )
 class CompareOptions:
@@ -228,6 +231,8 @@ def settings_of_run(spec: RunSpec) -> dict[str, Any]:
         value: Any = reduce(getattr, each.path, spec)
         if value not in (None, {}):
             values[each.name] = each.shown(value)
+    if spec.is_distributed:
+        values["gpus"] = spec.gpus
     if spec.purpose is Purpose.FINAL:
         values["final"] = True
     return values
