@@ -45,8 +45,7 @@ def knob(default: T, bounds: str = "", *, option: str = "", unit: str = "") -> T
         default: default value of the field.
         bounds: interval of a number in mathematical notation: `[0, 1)`, `(0, inf]`.
         option: name on the command line, with underscores, if it differs from the field's name.
-        unit: `bytes` for an amount of memory, which may be given as `2GiB`; `folder` for a path;
-            `count or range` for `4` or `2..8`.
+        unit: `bytes` for memory, such as `2GiB`; `folder` for a path; `count or range` for `4` or `2..8`.
     """
     made: T = field(default=default, metadata={"bounds": bounds, "option": option, "unit": unit})
     return made

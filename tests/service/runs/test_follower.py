@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.worker_pool import WorkerPool
-from tests.service.runs.several import NUM_SAMPLES, samples_of_epochs, several_spec, told
+from tests.service.runs.several import CONTROL, NUM_SAMPLES, samples_of_epochs, several_spec, told
 from triaccel_ray.service.runs.follower import Follower
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.spec import RunSpec
@@ -67,12 +68,20 @@ def test_several_ranks_train_as_one_does_with_the_same_batch(workers: WorkerPool
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "cause"), [(3, 2, "preempted"), (2, 3, "resized"), (2, 1, "preempted"), (1, 2, "resized")]
+    ("first", "second", "cause", "shares_optimizer"),
+    [
+        (3, 2, "preempted", False),
+        (3, 2, "preempted", True),
+        (2, 3, "resized", True),
+        (2, 1, "preempted", False),
+        (1, 2, "resized", False),
+    ],
 )
 def test_a_group_of_another_size_trains_on(
-    workers: WorkerPool, tmp_path: Path, whole: Path, first: int, second: int, cause: str
+    workers: WorkerPool, tmp_path: Path, whole: Path, first: int, second: int, cause: str, shares_optimizer: bool
 ) -> None:
-    spec, folder = several_spec(gpus="1..3", data_dir=str(tmp_path)), tmp_path / "run"
+    control = replace(CONTROL, shard_optimizer=shares_optimizer)
+    spec, folder = several_spec(gpus="1..3", data_dir=str(tmp_path), control=control), tmp_path / "run"
     workers.run(first, trained, spec, folder, 2, 1)
     assert workers.run(second, trained, spec, folder, 1, 2) == [2] * second
     assert_equal(folder, whole)

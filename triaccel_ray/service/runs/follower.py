@@ -21,17 +21,21 @@ class Follower(Worker):
 
     def resume(self) -> int:
         """Restores the states that rank 0 reads from its files, in its order; the last one is that of the run."""
-        while (content := self._ranks.share(None)) is not None:
+        while (content := self.ranks.share(None)) is not None:
             state = read_checkpoint(io.BytesIO(content), self.folder / CHECKPOINT)
             try:
                 self._load(state)
             except (RuntimeError, ValueError, KeyError) as error:
                 if cause_of(error) != "bug":  # else rank 0 has found the same, and looks for another checkpoint
                     raise
-        if self._ranks.any(False):
+        if self.ranks.any(False):
             self._rebuild_loop()
         self._seed()  # random states in the checkpoint are rank 0's
         return self.loop.sampler.epoch
+
+    def checkpoint(self) -> None:
+        """Gives rank 0 what it lacks: the state of this rank's share of the optimizer, if the ranks share it."""
+        self.loop.state_dict()
 
     def _build_loop(self) -> ControlLoop | BaselineLoop:
         self.loop = super()._build_loop()
@@ -40,5 +44,5 @@ class Follower(Worker):
 
     def _seed(self) -> None:
         """Seeds the generators of this rank: with rank 0's states, it would drop out the same units."""
-        place = (self.spec.seed, self._ranks.rank, self.loop.sampler.epoch)
+        place = (self.spec.seed, self.ranks.rank, self.loop.sampler.epoch)
         seed_everything(hash(place) % 2**32)  # a hash of integers is the same in all processes

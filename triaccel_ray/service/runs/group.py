@@ -179,8 +179,7 @@ def _train(worker: Worker, folder: TrainingFolder, mailbox: Any) -> None:
     while not ranks.any(leads and not ray.get(mailbox.may_train.remote())):
         if not worker.finished:
             worker.advance()
-            if leads:
-                saving.after_epoch(worker)
+            saving.after_epoch(worker)
         finished = worker.finished
         if finished:
             worker.finish()

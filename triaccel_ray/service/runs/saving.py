@@ -19,10 +19,11 @@ class SavingPolicy:
         self._saved_at, self._saving_s = 0.0, 0.0
 
     def after_epoch(self, worker: Worker) -> None:
-        """Writes a checkpoint if one is due; raises as `Worker.checkpoint`."""
+        """Writes a checkpoint if one is due on rank 0, with the help of all ranks; raises as `Worker.checkpoint`."""
         began = time.monotonic()
         interval_s = began - self._saved_at + self._saving_s
-        if worker.finished or self._saving_s <= max(NEGLIGIBLE_S, SAVING_SHARE * interval_s):
+        is_due = worker.finished or self._saving_s <= max(NEGLIGIBLE_S, SAVING_SHARE * interval_s)
+        if worker.ranks.any(is_due and worker.ranks.rank == 0):
             worker.checkpoint()
             self._saved_at = time.monotonic()
             self._saving_s = self._saved_at - began

@@ -66,7 +66,7 @@ class Worker:
         if self.device.type == "cpu":
             torch.set_num_threads(1)  # waiting for threads on busy cores costs more than they gain
         seed_everything(spec.seed)
-        self._ranks = Ranks.found()
+        self.ranks = Ranks.found()
         self._task = spec.load_task()
         rule = f"the run is judged by {spec.goal.name}: begin a new one"
         require(self._task.goal == spec.goal, "objective of the task", self._task.objective, rule)
@@ -108,20 +108,20 @@ class Worker:
                 num_kept, damage = self._restore(path)
                 if damage:
                     notes.append(damage)
-        self._ranks.share(None)
-        if self._ranks.any(num_kept is None and bool(notes)):
+        self.ranks.share(None)
+        if self.ranks.any(num_kept is None and bool(notes)):
             self._rebuild_loop()
         if num_kept is None:
             if keep_replaced(self.folder / EVENTS):
                 notes.append(f"no checkpoint can be read, and what was recorded is in {REPLACED}")
             self.log.open()
-            world_size, memory = self._ranks.world_size, self.loop.memory
+            world_size, memory = self.ranks.world_size, self.loop.memory
             self.log.append(start_record(self.spec, self._control, self.device, memory, world_size))
         (self.folder / ERROR).unlink(missing_ok=True)  # an interruption is about to be recorded in its place
         for index, record in history.interruptions:
             if index >= (num_kept or 1):  # cut off with the records after the checkpoint
                 self.log.append(record)
-        interruption = history.interruption(num_kept or 1, world_size=self._ranks.world_size)
+        interruption = history.interruption(num_kept or 1, world_size=self.ranks.world_size)
         if interruption is not None:
             goes_on = f"goes on after epoch {epoch}" if (epoch := self.loop.sampler.epoch) else "begins again"
             message = "; ".join([interruption.message, goes_on, *notes])
@@ -238,6 +238,7 @@ class Worker:
             DiskFullError: there is no room; the previous checkpoint stays.
             TakenOverError: another process has taken over the run; likewise.
         """
+        loop = self.loop.state_dict()  # a collective, if ranks share the optimizer
         # On the disk: a checkpoint must never count records that a power cut can lose. It does not count an end record
         # that is written from here on.
         synced = self.log.synced()
@@ -246,7 +247,7 @@ class Worker:
         num_records, checksum = synced
         state = {
             "spec": json.dumps(encode(self.spec)),
-            "loop": self.loop.state_dict(),
+            "loop": loop,
             "num_records": num_records,
             "log_checksum": checksum,
             "epoch_times": self._times.state_dict(),
@@ -274,8 +275,8 @@ class Worker:
             return None, str(error)
         if not is_spec_of(self.spec, state["spec"]):
             raise CheckpointError(f"checkpoint {path} belongs to a run with other settings: resume that one instead")
-        if not self._ranks.is_alone:  # other machines may lack the file
-            self._ranks.share(path.read_bytes())
+        if not self.ranks.is_alone:  # other machines may lack the file
+            self.ranks.share(path.read_bytes())
         try:
             self._load(state)
             # Last, because it cuts the log back: a state that does not fit must not lose records.
