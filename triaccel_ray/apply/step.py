@@ -261,8 +261,7 @@ class Step:
         for count, inputs, targets in batches:
             recorder = None
             if self.activations is not None and not num_passed:
-                recorder = self.activations.recorder(count, self.precision.key, is_captured=is_captured)
-                self.recorder = recorder
+                recorder = self.recorder = self.activations.recorder(count, self.precision.key, is_captured=is_captured)
             module = self._forward_of(inputs, is_divided=bool(self.storage) or recorder is not None)
             with contextlib.ExitStack() as around:
                 if obstacles is not None:
