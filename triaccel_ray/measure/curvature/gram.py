@@ -81,7 +81,7 @@ class GramMethod(Method):
     def num_passes(self, objective: Objective, num_iterations: int | None = None) -> int:
         """Returns the number of passes of the model in a measurement with the known structure."""
         assert self.structure is not None
-        return len(list(_passes(objective, self.structure))) * len(objective.parts())
+        return len(list(_passages(objective, self.structure))) * len(objective.parts())
 
     def _measure(self, objective: Objective, structure: Structure) -> CurvatureEstimate:
         b, is_fisher = objective.num_samples, self._head is fisher_head
@@ -98,7 +98,7 @@ class GramMethod(Method):
         else:
             matrices = torch.cat([gram.to(grams[0].device) for gram in grams])
         by_samples = [layer.name for layer in structure.layers_by(Strategy.SAMPLES)]
-        num_alone = b * sum(columns_of is sample_columns for columns_of, _ in _passes(objective, structure))
+        num_alone = b * sum(passage.strategy is Strategy.SAMPLES for passage in _passages(objective, structure))
         self.not_capturable_because = ""
         if by_samples and (structure.varies or structure.num_columns > 1 or num_alone > _MAX_ALONE):
             self.not_capturable_because = f"layers {', '.join(by_samples)} take one pass of the model per sample"
@@ -147,12 +147,16 @@ def layer_grams(objective: Objective, head: Head, structure: Structure) -> Itera
     b, q = objective.num_samples, structure.num_columns
     for layer in structure.layers_by(Strategy.NONE):
         yield layer, layer.weights[0].new_zeros(b * q, b * q, dtype=compute_dtype(layer))
+    columns_by: dict[Strategy, ColumnsOf] = {
+        Strategy.FACTORS: partial(factored_columns, structure=structure),
+        Strategy.SAMPLES: sample_columns,
+    }
     sums: dict[Layer, Tensor] = {}
-    for columns_of, units in _passes(objective, structure):
-        if columns_of is None:
-            yield from _grams_of_factors(objective, head, structure, [unit.layer for unit in units])
+    for passage in _passages(objective, structure):
+        if passage.as_factors:
+            yield from _grams_of_factors(objective, head, structure, [unit.layer for unit in passage.units])
         else:
-            yield from _grams_of_columns(objective, head, columns_of, units, sums)
+            yield from _grams_of_columns(objective, head, columns_by[passage.strategy], passage.units, sums)
 
 
 ColumnsOf = Callable[[Objective, Head, Sequence[Part]], list[Tensor]]
@@ -176,22 +180,27 @@ class _Unit:
         return self.layer, self.elements
 
 
-def _passes(objective: Objective, structure: Structure) -> Iterator[tuple[ColumnsOf | None, list[_Unit]]]:
-    """Yields how columns are collected in each pass over all chunks, and of which units; None: factors of whole layers.
+@dataclass(frozen=True, eq=False)
+class _Passage:
+    """One pass over all chunks, and the units that it collects."""
 
-    A pass keeps at most `kept_bytes` of all samples, or a single unit.
-    """
+    strategy: Strategy
+    units: list[_Unit]
+    as_factors: bool = False
+    """Whether it collects the factors of whole layers in place of columns."""
+
+
+def _passages(objective: Objective, structure: Structure) -> Iterator[_Passage]:
+    """Yields the passes over the chunks: each keeps at most `kept_bytes` of all samples, or a single unit."""
     factored, kept_bytes = list(_factored_units(objective, structure)), objective.limits.kept_bytes
-    yield from ((None, group) for group in _groups(factored, kept_bytes))
+    for group in _groups(factored, kept_bytes):
+        yield _Passage(Strategy.FACTORS, group, as_factors=True)
     done = {unit.layer for unit in factored}
-    ways: tuple[tuple[Strategy, ColumnsOf], ...] = (
-        (Strategy.FACTORS, partial(factored_columns, structure=structure)),
-        (Strategy.SAMPLES, sample_columns),
-    )
-    for strategy, columns_of in ways:
+    for strategy in (Strategy.FACTORS, Strategy.SAMPLES):
         layers = [layer for layer in structure.layers_by(strategy) if layer not in done]
         units = [unit for layer in layers for unit in _units(layer, objective, structure)]
-        yield from ((columns_of, group) for group in _groups(units, kept_bytes))
+        for group in _groups(units, kept_bytes):
+            yield _Passage(strategy, group)
 
 
 def _groups(units: Sequence[_Unit], kept_bytes: int) -> Iterator[list[_Unit]]:
