@@ -28,7 +28,7 @@ from tests.measure.curvature_models import (
     squared_error,
 )
 from triaccel_ray.measure.budget import Limits
-from triaccel_ray.measure.curvature.columns import sample_columns
+from triaccel_ray.measure.curvature.columns import model_columns, sample_columns
 from triaccel_ray.measure.curvature.objective import Objective, ggn_head, measuring
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.model.pytree import tensors_in
@@ -92,9 +92,12 @@ def test_columns_keep_no_more_memory_than_the_elements_asked_for(num_samples: in
     part = objective.part(slice(0, num_samples))
     with measuring(model):
         whole = sample_columns(part, ggn_head, [(layer, slice(None))])[0]
-        (found,) = sample_columns(part, ggn_head, [(layer, slice(3, 7))])
-    assert torch.equal(found, whole[:, 3:7])
-    assert found.untyped_storage().nbytes() == found.nbytes
+        for found in (
+            *sample_columns(part, ggn_head, [(layer, slice(3, 7))]),
+            *model_columns(part, ggn_head, [(layer, slice(3, 7))], batched=True),
+        ):
+            torch.testing.assert_close(found, whole[:, 3:7])
+            assert found.untyped_storage().nbytes() == found.nbytes
 
 
 @pytest.mark.parametrize("method", ["fisher", "ggn"])

@@ -64,7 +64,7 @@ def test_only_the_first_measurement_asks_where_the_samples_lie(name: str) -> Non
 
 
 class Moody(nn.Module):
-    """Takes another course when told to, with the same shapes."""
+    """Takes another course when told to, with the same shapes, and then does not work under `torch.func`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Moody(nn.Module):
         parts = [self.first, self.second]
         for part in reversed(parts) if self.is_swapped else parts:
             x = torch.tanh(part(x))
-        return x
+        return -x if self.is_swapped and bool((x > 1e9).any()) else x
 
 
 @pytest.mark.parametrize("method", ["fisher", "ggn"])
@@ -88,6 +88,7 @@ def test_a_model_that_takes_another_course_is_looked_at_anew(method: Any) -> Non
         body.is_swapped = is_swapped
         found = meter.measure(inputs, targets, draws())
         torch.testing.assert_close(found.eigenvalues, directly(model, inputs, targets, method).eigenvalues)
+        assert tuple(found.fallbacks) == (("1",) if is_swapped else ())
 
 
 class Routing(nn.Module):

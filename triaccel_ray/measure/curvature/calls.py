@@ -99,11 +99,12 @@ def used_parameters(root: Tensor, calls: Sequence[Call]) -> tuple[dict[Call, set
 
 
 class Strategy(Enum):
-    """How a layer's Gram matrix is computed."""
+    """How a layer's Gram matrix is computed, from the cheapest way to the one that works for any model."""
 
     NONE = "zero: the layer has no part in what is differentiated"
     FACTORS = "from the inputs and output gradients of its calls: `nn.Linear`, `nn.Conv2d`, `nn.Embedding`"
-    SAMPLES = "by one pass of the whole model per sample, which works for any model"
+    MODEL = "by running the whole model again under `torch.func`, all samples side by side"
+    SAMPLES = "by one pass of the whole model per sample, where `torch.func` fails"
 
 
 class StructureChangedError(Exception):
@@ -178,8 +179,8 @@ class Structure:
     strategies: Mapping[Layer, Strategy]
     num_columns: int
     """Columns per sample, q."""
-    slow_because: str = "a sample's gradient has no closed form here, so samples pass one by one"
-    """Why layers use `Strategy.SAMPLES`."""
+    slow_because: str = ""
+    """Why layers use `Strategy.SAMPLES`; empty if none does."""
     varies: bool = False
     """Whether the calls depend on the samples, so that a captured graph would be wrong for other samples."""
     batched_columns: bool = True
@@ -203,17 +204,18 @@ class Structure:
                 name = type(call.module).__name__
                 raise StructureChangedError(f"{name} receives or returns other shapes for other samples, or is another")
 
-    def varying(self, reason: str) -> Structure:
-        """Returns the structure of a model whose calls depend on its samples, for this reason: they pass one by one."""
-        return replace(
-            self, strategies=dict.fromkeys(self.strategies, Strategy.SAMPLES), slow_because=reason, varies=True
-        )
+    def by_samples(self, layers: Sequence[Layer], reason: str, *, varies: bool = False) -> Structure:
+        """Returns a structure in which these layers take one pass of the model per sample, for this reason."""
+        strategies = {**self.strategies, **dict.fromkeys(layers, Strategy.SAMPLES)}
+        return replace(self, strategies=strategies, slow_because=reason, varies=varies)
 
 
 def find_structure(
     root: Tensor, calls: Sequence[Call], single: Sequence[Call], layers: Sequence[Layer], num_columns: int
 ) -> Structure:
     """Returns the structure of the forward pass that made `calls` with two samples and `single` with one.
+
+    Each layer gets the cheapest strategy that may work. The caller has to try whether `MODEL` does.
 
     Raises:
         ValueError: the model uses reentrant checkpointing, which hides a part of the graph.
@@ -228,7 +230,7 @@ def find_structure(
         weights = {id(weight) for weight in layer.weights}
         elsewhere = outside.union(*(ids for call, ids in inside.items() if call.module not in layer.modules))
         foreign = [inside[calls[i]] - {id(p) for p in calls[i].module.parameters()} for i in mine]
-        strategies[layer] = Strategy.SAMPLES
+        strategies[layer] = Strategy.MODEL
         if not weights & outside.union(*inside.values()):
             strategies[layer] = Strategy.NONE
         elif mine and not weights & elsewhere and not any(foreign) and all(known[i].is_factorizable for i in mine):

@@ -2,7 +2,7 @@
 
 A block (1/b) sum_r a_r a_r^T of m columns a_r with n elements has the non-zero eigenvalues of the m x m matrix
 (1/b) <a_r, a_s>. Here m is in the hundreds and n in the millions (Dangel et al. 2022, "ViViT"). ViViT supports a list
-of module types; this code supports any module, with one pass of the model per sample as the fallback.
+of module types; this code supports any module, with slower and more general ways to the same matrix as fallbacks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.cuda.out_of_memory import is_out_of_memory
+from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.measure.curvature.calls import (
     Strategy,
     Structure,
@@ -32,6 +32,8 @@ from triaccel_ray.measure.curvature.columns import (
     fast,
     joined,
     layer_factors,
+    model_columns,
+    require_replaceable,
     sample_columns,
 )
 from triaccel_ray.measure.curvature.factors import Shape, compute_dtype, factor_gram, factorize, slices
@@ -47,8 +49,6 @@ from triaccel_ray.measure.curvature.objective import (
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, gradient_noise, reduce_matrices
 from triaccel_ray.model.layers import Layer
 
-_MAX_ALONE = 64
-"""Most passes of single samples in one CUDA graph, each of which adds a few thousand kernels."""
 _TOGETHER = 512
 """Largest order at which the matrices of all layers are reduced at once; larger ones go one by one to save memory."""
 
@@ -67,7 +67,7 @@ class GramMethod(Method):
 
         Raises:
             StructureChangedError: the forward pass differs from the known structure.
-            Exception: any error of the model or the loss.
+            Exception: any error of a module that no longer works with `torch.func`.
         """
         if (structure := self.structure) is None:
             structure = self.structure = explore_structure(objective, self._layers, self._head)
@@ -75,7 +75,7 @@ class GramMethod(Method):
                 return self._measure(objective, structure)
             except StructureChangedError as error:
                 reason = f"the course of the model depends on its samples: {error}"
-            structure = self.structure = structure.varying(reason)
+            structure = self.structure = structure.by_samples(self._layers, reason, varies=True)
         return self._measure(objective, structure)
 
     def num_passes(self, objective: Objective, num_iterations: int | None = None) -> int:
@@ -98,9 +98,8 @@ class GramMethod(Method):
         else:
             matrices = torch.cat([gram.to(grams[0].device) for gram in grams])
         by_samples = [layer.name for layer in structure.layers_by(Strategy.SAMPLES)]
-        num_alone = b * sum(passage.strategy is Strategy.SAMPLES for passage in _passages(objective, structure))
         self.not_capturable_because = ""
-        if by_samples and (structure.varies or structure.num_columns > 1 or num_alone > _MAX_ALONE):
+        if by_samples and (structure.varies or structure.num_columns > 1):
             self.not_capturable_because = f"layers {', '.join(by_samples)} take one pass of the model per sample"
         return CurvatureEstimate(
             matrices=matrices,
@@ -111,7 +110,7 @@ class GramMethod(Method):
 
 
 def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head) -> Structure:
-    """Returns the structure of the forward pass, from runs of two samples and of one.
+    """Returns the structure of the forward pass, from runs of two samples and of one; strategies are tried on two.
 
     Raises:
         ValueError: the model uses reentrant checkpointing, which hides a part of the graph.
@@ -123,6 +122,7 @@ def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head)
         single = record_calls(two.part(slice(0, 1)).outputs, watched)[1]
     root, cotangents = head(outputs, two)
     structure = find_structure(root, calls, single, layers, len(cotangents))
+    by_model = structure.layers_by(Strategy.MODEL)
     edges = [call.edge for call in calls if call.edge is not None]
     if len(cotangents) > 1 and edges:
         try:
@@ -131,6 +131,16 @@ def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head)
             if is_out_of_memory(error):
                 raise
             structure = replace(structure, batched_columns=False)
+    del outputs, calls, single, edges, root, cotangents
+    if not by_model:
+        return structure
+    try:
+        require_replaceable(two.part(slice(0, 1)), head, by_model)
+        model_columns(two, head, [(layer, slice(0, 1)) for layer in by_model], batched=structure.batched_columns)
+    except Exception as error:  # code that does not support `torch.func` may raise anything
+        if is_out_of_memory(error):
+            raise
+        return structure.by_samples(by_model, f"torch.func cannot run the model: {first_line(error)}")
     return structure
 
 
@@ -149,6 +159,7 @@ def layer_grams(objective: Objective, head: Head, structure: Structure) -> Itera
         yield layer, layer.weights[0].new_zeros(b * q, b * q, dtype=compute_dtype(layer))
     columns_by: dict[Strategy, ColumnsOf] = {
         Strategy.FACTORS: partial(factored_columns, structure=structure),
+        Strategy.MODEL: partial(model_columns, batched=structure.batched_columns),
         Strategy.SAMPLES: sample_columns,
     }
     sums: dict[Layer, Tensor] = {}
@@ -196,7 +207,7 @@ def _passages(objective: Objective, structure: Structure) -> Iterator[_Passage]:
     for group in _groups(factored, kept_bytes):
         yield _Passage(Strategy.FACTORS, group, as_factors=True)
     done = {unit.layer for unit in factored}
-    for strategy in (Strategy.FACTORS, Strategy.SAMPLES):
+    for strategy in (Strategy.FACTORS, Strategy.MODEL, Strategy.SAMPLES):
         layers = [layer for layer in structure.layers_by(strategy) if layer not in done]
         units = [unit for layer in layers for unit in _units(layer, objective, structure)]
         for group in _groups(units, kept_bytes):
