@@ -50,7 +50,7 @@ class Dying(Noting):
             deaths, doom = lines(home / DEATHS), lines(home / DOOM)
             if doom[len(deaths) : len(deaths) + 1] == [f"{os.environ['RANK']} {self.num_steps}"]:
                 with (home / DEATHS).open("a") as file:
-                    file.write(f"{time.time()}\n")
+                    file.write(f"{os.environ['MASTER_PORT']} {time.time()}\n")
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().batch(indices, generator)
 
@@ -121,7 +121,8 @@ def test_ranks_that_are_killed_at_random_steps_cost_no_sample(tmp_path: Path, se
     assert len(lines(tmp_path / DEATHS)) == MAX_LOSSES
     assert_whole(tmp_path)
     found = interruptions(tmp_path)
-    assert [(each.cause, each.world_size_before, each.world_size) for each in found] == [("preempted", 2, 2)] * 3
+    attempts = {line.split()[0] for line in lines(tmp_path / DEATHS)}  # in one of which both ranks may have died
+    assert [(each.cause, each.world_size) for each in found] == [("preempted", 2)] * len(attempts)
     assert all(each.seconds_lost is not None and each.seconds_lost > 0 for each in found)
 
 
