@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -18,6 +19,7 @@ from ray.cluster_utils import Cluster
 from torch import Tensor
 
 from tests.build import blobs
+from tests.service.ray_head import ray_node
 from tests.service.runs.several import NUM_SAMPLES, Noting, Several, samples_of_epochs, several_spec
 from tests.service.waiting import HELD_S, wait_until
 from triaccel_ray.data.sources import TensorSource
@@ -50,7 +52,7 @@ class Dying(Noting):
             deaths, doom = lines(home / DEATHS), lines(home / DOOM)
             if doom[len(deaths) : len(deaths) + 1] == [f"{os.environ['RANK']} {self.num_steps}"]:
                 with (home / DEATHS).open("a") as file:
-                    file.write(f"{time.time()}\n")
+                    file.write(f"{os.environ['MASTER_PORT']} {time.time()}\n")
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().batch(indices, generator)
 
@@ -121,7 +123,8 @@ def test_ranks_that_are_killed_at_random_steps_cost_no_sample(tmp_path: Path, se
     assert len(lines(tmp_path / DEATHS)) == MAX_LOSSES
     assert_whole(tmp_path)
     found = interruptions(tmp_path)
-    assert [(each.cause, each.world_size_before, each.world_size) for each in found] == [("preempted", 2, 2)] * 3
+    attempts = {line.split()[0] for line in lines(tmp_path / DEATHS)}  # in one of which both ranks may have died
+    assert [(each.cause, each.world_size) for each in found] == [("preempted", 2)] * len(attempts)
     assert all(each.seconds_lost is not None and each.seconds_lost > 0 for each in found)
 
 
@@ -172,7 +175,7 @@ def test_an_elastic_group_shrinks_and_grows_with_the_cluster(tmp_path: Path, mac
 
     def come_and_go() -> None:
         wait_until(lambda: sum(isinstance(each.record, Epoch) for each in events(tmp_path)) == 2)
-        for change in (lambda: machines.remove_node(machines.list_all_nodes[-1], allow_graceful=False), add):
+        for change in (lambda: machines.remove_node(next(iter(machines.worker_nodes)), allow_graceful=False), add):
             before = len(interruptions(tmp_path))
             change()
             wait_until(lambda before=before: len(interruptions(tmp_path)) > before, timeout_s=HELD_S)
@@ -180,9 +183,10 @@ def test_an_elastic_group_shrinks_and_grows_with_the_cluster(tmp_path: Path, mac
             sizes.append((last.cause, last.world_size_before, last.world_size))
 
     def add() -> None:
-        machines.add_node(num_cpus=1, num_gpus=0)
+        words = (f"--address={machines.address}", "--num-cpus=1", "--num-gpus=0")
+        joined.enter_context(ray_node(*words, env=os.environ, log=tmp_path / "joining.log"))
 
-    with cluster(machines.address):
+    with contextlib.ExitStack() as joined, cluster(machines.address):
         assert trained(tmp_path, "2..3", come_and_go) is None
     assert sizes == [("preempted", 3, 2), ("resized", 2, 3)]
     assert_whole(tmp_path)
