@@ -8,10 +8,8 @@
     checkpointed     bare, with activations="recompute"
     lean             bare, with weights="split" and step_in_backward
     lean-8bit        lean, with optimizer_state="8bit"
-    flashoptim       `flashoptim.FlashAdamW` with gradient release, compiled, if that package is installed
-    torchtune        `amp` in channels_last with torchtune's `OffloadActivations`, if that package is installed
 
-Each runs in its own process, because NVML reports memory per process. With `--prewarm` all compile concurrently first,
+Each runs in its own process. With `--prewarm` all compile concurrently first,
 so that measurements start from a warm cache. Data are noise with a weak signal; a tenth of the labels is random. All
 methods see the same batches in the same order, so that their losses can be compared.
 Models of timm, torchvision and transformers are left out if these packages are not installed.
@@ -19,30 +17,26 @@ Models of timm, torchvision and transformers are left out if these packages are 
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import copy
 import functools
-import importlib.util
 import itertools
-import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.jobs import NEEDS, SIZES, Job, job_of
+from benchmarks.jobs import SIZES, Job, installed, job_of
+from benchmarks.processes import has_gpus, parser_of, print_all, run_apart
 from triaccel_ray.data.sampler import epoch_order
+from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.model.pytree import map_tensors
 
 OURS = ("loop", "bare", "checkpointed", "lean", "lean-8bit")
-OPTIONAL = ("flashoptim", "torchtune")
-METHODS = ("amp", "reduce-overhead", "graph", *OURS, *OPTIONAL)
+METHODS = ("amp", "reduce-overhead", "graph", *OURS)
 LOSS_STEPS = (180, 200)
 """Range of steps over which the training loss is averaged for comparison."""
 Step = Callable[[], Any]
@@ -66,12 +60,14 @@ def optimizer_of(job: Job) -> torch.optim.Optimizer:
     return torch.optim.AdamW(job.model.parameters(), lr=3e-4, weight_decay=0.01, fused=True, capturable=True)
 
 
-def batches(job: Job) -> Iterator[tuple[Any, Tensor]]:
-    """Yields batches from tensors on the GPU, in the control loop's random order of each epoch."""
+def batches(job: Job, share: slice = slice(None)) -> Iterator[tuple[Any, Tensor]]:
+    """Yields whole batches, or a share of each, from tensors on the GPU, in the control loop's order of each epoch."""
     for epoch in itertools.count():
         order = epoch_order(len(job.targets), seed=0, epoch=epoch).cuda()
-        for part in order.split(job.batch_size):
-            yield map_tensors(functools.partial(_rows, part), job.inputs), job.targets[part]
+        for batch in order.split(job.batch_size):
+            if len(batch) == job.batch_size:
+                part = batch[share]
+                yield map_tensors(functools.partial(_rows, part), job.inputs), job.targets[part]
 
 
 def _rows(indices: Tensor, tensor: Tensor) -> Tensor:
@@ -83,10 +79,8 @@ def peer(job: Job, method: str) -> tuple[Step, Callable[[], Tensor]]:
     model, optimizer = job.model.train(), optimizer_of(job)
     if method != "amp" and job.is_image:
         model.to(memory_format=torch.channels_last)
-    if method == "flashoptim":
-        return _flash(job)
     mode = "reduce-overhead" if method == "reduce-overhead" else None
-    forward = model if method in ("amp", "torchtune") else torch.compile(model, mode=mode, dynamic=False)
+    forward = model if method == "amp" else torch.compile(model, mode=mode, dynamic=False)
     drawn = batches(job)
     if method == "graph":
         return _graphed(job, forward, optimizer, drawn)
@@ -96,37 +90,10 @@ def peer(job: Job, method: str) -> tuple[Step, Callable[[], Tensor]]:
         inputs, targets = next(drawn)
         if job.is_image and method != "amp":
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        with _offloading() if method == "torchtune" else contextlib.nullcontext():
-            loss = _loss(job, forward, inputs, targets)
+        loss = loss_of(job, forward, inputs, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        last[:] = [loss.detach()]
-
-    return step, lambda: last[0]
-
-
-def _offloading() -> contextlib.AbstractContextManager[Any]:
-    from torchtune.training import OffloadActivations  # type: ignore[import-not-found]  # optional
-
-    offloading: contextlib.AbstractContextManager[Any] = OffloadActivations()
-    return offloading
-
-
-def _flash(job: Job) -> tuple[Step, Callable[[], Tensor]]:
-    """Returns FlashOptim as its readme has it: the model in BF16, 16 bits that complete weights, 8-bit moments."""
-    from flashoptim import FlashAdamW, cast_model, enable_gradient_release  # type: ignore[import-not-found]  # optional
-
-    cast_model(job.model, dtype=torch.bfloat16)
-    optimizer = FlashAdamW(job.model.parameters(), lr=3e-4, weight_decay=0.01, master_weight_bits=32)
-    enable_gradient_release(job.model, optimizer)
-    forward, drawn = torch.compile(job.model, dynamic=False), batches(job)
-    last: list[Tensor] = []
-
-    def step() -> None:
-        inputs, targets = next(drawn)
-        loss = job.loss(forward(inputs).float(), targets)
-        loss.backward()
         last[:] = [loss.detach()]
 
     return step, lambda: last[0]
@@ -142,7 +109,7 @@ def _graphed(
         inputs = inputs.contiguous(memory_format=torch.channels_last)
 
     def work() -> Tensor:
-        loss = _loss(job, forward, inputs, targets)
+        loss = loss_of(job, forward, inputs, targets)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -175,7 +142,8 @@ def _tensors(value: Any) -> list[Tensor]:
     return list(value.values()) if isinstance(value, dict) else [value]
 
 
-def _loss(job: Job, forward: Any, inputs: Any, targets: Tensor) -> Tensor:
+def loss_of(job: Job, forward: Any, inputs: Any, targets: Tensor) -> Tensor:
+    """Returns the loss, computed under autocast to BF16."""
     with torch.autocast("cuda", torch.bfloat16):
         outputs = forward(**inputs) if isinstance(inputs, dict) else forward(inputs)
         return job.loss(outputs, targets)
@@ -193,6 +161,7 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
             every_steps=10**9, batch=config.batch, precision=PrecisionConfig(enabled=False),
             curvature=CurvatureConfig(enabled=False), weights="split" if method.startswith("lean") else "fp32",
             step_in_backward=method.startswith("lean"), optimizer_state="8bit" if method == "lean-8bit" else "fp32",
+            shard_optimizer=method == "sharded",
             execution=ExecutionConfig(activations="recompute" if method == "checkpointed" else "keep"),
         )  # fmt: skip
     data = Samples(job) if isinstance(job.inputs, dict) else (job.inputs, job.targets)
@@ -213,7 +182,7 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
 
 def run(name: str, method: str, num_steps: int, seed: int) -> dict[str, Any]:
     """Trains one model with one method and returns the measurements."""
-    began = time.perf_counter()
+    began, memory = time.perf_counter(), memory_meter(torch.device("cuda"))
     job = job_of(name, seed)
     torch.cuda.synchronize()
     ready = time.perf_counter()
@@ -242,78 +211,35 @@ def run(name: str, method: str, num_steps: int, seed: int) -> dict[str, Any]:
     found = {
         "model": name, "method": method, "ms": sum(stretches) / 5, "stretches": [round(ms, 3) for ms in stretches],
         "start_s": started, "setup_s": ready - began, "loss": sum(losses[1:]) / len(losses[1:]),
-        "peak_mib": _peak_mib(), "allocated_mib": torch.cuda.max_memory_allocated() / 2**20,
     }  # fmt: skip
     if parts is not None:
         loop, ticks = parts
-        loop.memory.refresh_peaks()
+        memory = loop.memory
+        memory.refresh_peaks()
         loop.close()
-        found["peak_mib"] = loop.memory.peak_bytes / 2**20
         faults = [fault for tick in ticks for fault in tick.observation.faults]
         found["faults"] = sorted({f"{fault.kind}@{fault.step}: {fault.detail}"[:220] for fault in faults})
-        found["reasons"] = sorted({str(reason.code) for tick in ticks for reason in tick.decision.reasons})
-        found["adapt_ms"] = round(sum(tick.applied.adapt_ms for tick in ticks))
-        found["precision"] = {
-            level: list(loop.plan.precision.values()).count(level) for level in ("fp16", "bf16", "fp32")
-        }
-    return found
-
-
-def _peak_mib() -> float:
-    import pynvml
-
-    pynvml.nvmlInit()
-    uuid = torch.cuda.get_device_properties(0).uuid
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    own = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
-    used = own[0] if own and own[0] else torch.cuda.memory_reserved()
-    return float(used - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()) / 2**20
+    else:
+        memory.refresh_peaks()
+    return found | {"peak_mib": memory.peak_bytes / 2**20}
 
 
 def main() -> int:
     """Prints a line for each run; returns 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", default=list(SIZES), choices=SIZES)
-    parser.add_argument(
-        "--methods", nargs="+", default=[name for name in METHODS if name not in OPTIONAL], choices=METHODS
-    )
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--steps", type=int, default=1000, help="steps that are timed, after the first 200")
     parser.add_argument("--seed", type=int, default=0, help="of samples, first weights and dropout")
     parser.add_argument("--prewarm", action="store_true", help="compile everything at once before anything is timed")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("needs an NVIDIA GPU")
+    if not has_gpus():
         return 1
-    if args.one:
-        print(json.dumps(run(args.models[0], args.methods[0], args.steps, args.seed)))
-        return 0
-    models = [name for name in args.models if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
-    print(
-        f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, n = {args.steps} steps in 5 stretches",
-        flush=True,
-    )
-    jobs = list(itertools.product(models, args.methods))
+    runs = list(itertools.product(installed(args.models), args.methods))
     if args.prewarm:
-        began = time.perf_counter()
-        for process in [_start(*job, 10, args.seed) for job in jobs if job[1] != "amp"]:
-            process.communicate()
-        print(f"prewarmed in {time.perf_counter() - began:.0f} s", flush=True)
-    failed = 0
-    for job in jobs:
-        process = _start(*job, args.steps, args.seed)
-        out, error = process.communicate()
-        line = out.strip().splitlines()[-1] if process.returncode == 0 else f"{job} FAILED: {error.strip()[-900:]}"
-        failed |= process.returncode != 0
-        print(line, flush=True)
-    return failed
-
-
-def _start(model: str, method: str, steps: int, seed: int) -> subprocess.Popen[str]:
-    words = ["--one", "--models", model, "--methods", method, "--steps", str(steps), "--seed", str(seed)]
-    command = [sys.executable, "-m", "benchmarks.any_model", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda each: run_apart(run, *each, 10, args.seed), runs))
+    return print_all(run_apart(run, *each, args.steps, args.seed) for each in runs)
 
 
 if __name__ == "__main__":

@@ -38,23 +38,14 @@ class Setup:
         return (y.detach(), *torch.autograd.grad(y, (self.x, self.weight), torch.ones_like(y)))
 
 
-def wrong() -> Iterator[str]:
-    """Yields the wrong results of the kernels, and prints how long each method's first calls take."""
-    results = {}
+def figures() -> Iterator[object]:
+    """Yields how long each method's first calls take, then the time of both passes for each shape and method."""
     for method in METHODS:
         began = time.perf_counter()
-        torch.manual_seed(0)
-        results[method] = [Setup(shape).run(method) for shape in SHAPES]
+        for shape in SHAPES:
+            Setup(shape).run(method)
         torch.cuda.synchronize()
-        print(f"{method}: first calls of {len(SHAPES)} shapes in {time.perf_counter() - began:.2f} s")
-    for shape, mine, theirs in zip(SHAPES, *results.values(), strict=True):
-        for what, a, b in zip(("output", "input's gradient", "weight's gradient"), mine, theirs, strict=True):
-            if not (a - b).abs().max() <= 0.01 * b.abs().max():
-                yield f"{shape}: the {what} is not cuDNN's"
-
-
-def figures() -> Iterator[object]:
-    """Yields the time of both passes for each shape and method."""
+        yield f"{method}: first calls of {len(SHAPES)} shapes in {time.perf_counter() - began:.2f} s"
     for shape in SHAPES:
         setup = Setup(shape)
         outputs = setup.x.numel() // setup.stride**2
@@ -64,4 +55,4 @@ def figures() -> Iterator[object]:
 
 
 if __name__ == "__main__":
-    sys.exit(report(wrong, figures))
+    sys.exit(report("tests/kernels/test_depthwise_conv.py", figures))

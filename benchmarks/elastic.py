@@ -5,16 +5,13 @@
     steps    the batch grows by one step at every tick, as in the paper
     N        the batch stays at N
 
-Curvature and changes of precision are off. Each run has its own process and includes compilation, from a warm cache.
+Curvature and changes of precision are off. Each run includes compilation, from a warm cache.
 Models, samples and optimizer are those of `any_model`.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import subprocess
 import sys
 import time
 from typing import Any
@@ -24,8 +21,8 @@ from torch import Tensor
 
 from benchmarks.any_model import optimizer_of
 from benchmarks.jobs import SIZES, job_of
+from benchmarks.processes import has_gpus, parser_of, print_all, run_apart
 from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, PrecisionConfig, use_lean_memory
-from triaccel_ray.records.plan import ReasonCode
 
 MODES = ("elastic", "unknown", "steps")
 
@@ -47,11 +44,10 @@ def run(name: str, mode: str, num_epochs: int, num_samples: int) -> dict[str, An
     loop.close()
     planned = (tick.decision.plan.batch_size for tick in ticks)
     sizes = [size for size, _ in itertools.groupby([loop.config.batch.start, *planned])]
-    held = [reason.text for tick in ticks for reason in tick.decision.reasons if reason.code is ReasonCode.HELD_COST]
     return {
-        "model": name, "batch": mode, "total_s": round(total, 2), "first_epoch_s": round(seconds[0], 2),
+        "model": name, "batch": mode, "total_s": round(total, 2),
         "last_epoch_s": round(seconds[-1], 3), "peak_mib": loop.memory.peak_bytes >> 20, "sizes": sizes,
-        "new_plans_s": round(sum(tick.applied.adapt_ms for tick in ticks) / 1e3, 2), "held": held[-1] if held else "",
+        "new_plans_s": round(sum(tick.applied.adapt_ms for tick in ticks) / 1e3, 2),
     }  # fmt: skip
 
 
@@ -75,31 +71,17 @@ def _repeated(samples: Tensor, number: int) -> Tensor:
 
 def main() -> int:
     """Prints a line for each run; returns 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="resnet18", choices=[name for name in SIZES if name != "bert_base"])
     parser.add_argument("--batches", nargs="+", default=[*MODES, "96", "256", "512"])
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--samples", type=int, default=50_000)
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("needs an NVIDIA GPU")
+    if not has_gpus():
         return 1
-    if args.one:
-        print(json.dumps(run(args.model, args.batches[0], args.epochs, args.samples)))
-        return 0
-    device = f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}"
-    print(f"{device}, {args.epochs} epochs of {args.samples} samples", flush=True)
-    failed = 0
-    for is_warm_up, batch in itertools.product((True, False), args.batches):
-        num_epochs = 1 if is_warm_up and batch not in MODES else args.epochs
-        words = ["--model", args.model, "--epochs", str(num_epochs), "--samples", str(args.samples)]
-        command = [sys.executable, "-m", "benchmarks.elastic", "--one", "--batches", batch, *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        failed |= done.returncode != 0
-        if not is_warm_up or done.returncode:
-            print(done.stdout.strip() or f"{batch} FAILED: {done.stderr.strip()[-900:]}", flush=True)
-    return failed
+    for batch in args.batches:  # fills the compiler's cache
+        run_apart(run, args.model, batch, args.epochs if batch in MODES else 1, args.samples)
+    return print_all(run_apart(run, args.model, batch, args.epochs, args.samples) for batch in args.batches)
 
 
 if __name__ == "__main__":

@@ -36,17 +36,6 @@ class Case:
             table.point_to(gradients)
         self.loss_scale = torch.tensor(loss_scale, device="cuda")
 
-    def is_right(self) -> bool:
-        """Returns whether variance and the search for non-finite values agree with fp64."""
-        found = self.stats.update(self.tables[0], self.loss_scale).item()
-        variance = torch.stack([self.sets[0][i].double().var(correction=0) for i in self.layers])
-        expected = variance / self.loss_scale.double() ** 2
-        right = bool(((self.stats.average / expected - 1.0).abs() < 2e-6).all()) and found == 0.0
-        self.sets[0][-1][3] = float("inf")
-        found = self.stats.update(self.tables[0], self.loss_scale).item()
-        self.sets[0][-1][3] = 0.0
-        return right and found == 1.0
-
 
 def layers_and_statistics(parameters: Sequence[Tensor], *, beta: float) -> tuple[list[int], GradStats]:
     """Returns the indices of layers (weights of two or more dimensions), and statistics with a group for each."""
@@ -67,13 +56,6 @@ def foreach_norms(gradients: list[Tensor]) -> tuple[Sequence[Tensor], Sequence[T
     return torch._foreach_norm(gradients, 2), torch._foreach_norm(gradients, float("inf"))
 
 
-def wrong() -> Iterator[str]:
-    """Yields the cases whose statistics are wrong."""
-    for case in CASES:
-        if not Case(*case).is_right():
-            yield f"statistics of {case[0]} gradients do not agree with fp64"
-
-
 def figures() -> Iterator[object]:
     """Yields the times of each case and method."""
     for options in CASES:
@@ -90,4 +72,4 @@ def figures() -> Iterator[object]:
 
 
 if __name__ == "__main__":
-    sys.exit(report(wrong, figures))
+    sys.exit(report("tests/kernels/test_grad_stats.py", figures))

@@ -65,26 +65,6 @@ def _key() -> Tensor:
     return torch.randint(2**63 - 1, (), device="cuda")
 
 
-def wrong() -> Iterator[str]:
-    """Yields errors of the kernel: pixels must equal the reference's, values must agree up to the dtype's rounding."""
-    setup, key = Setup(), _key()
-    indices = torch.randint(NUM_IMAGES, (777,), device="cuda")
-    raw = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
-
-    def off_by(constants: tuple[Tensor, Tensor], dtype: torch.dtype, **change: Any) -> float:
-        given = (setup.images, indices, *constants)
-        how: dict[str, Any] = {**PLAIN, **change}
-        exact = reference(*(t.cpu() for t in given), key=key.cpu(), dtype=torch.float32, **how)
-        return float((image_batch(*given, key=key, dtype=dtype, **how).cpu().float() - exact).abs().max())
-
-    for change in ({}, {"reflect": True, "cutout": 8}):
-        if off_by(raw, torch.float32, **change):
-            yield f"other pixels than the reference's, {change}"
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        if not off_by(setup.constants, dtype) <= 8 * torch.finfo(dtype).eps:
-            yield f"{dtype}: values off by more than rounding"
-
-
 def figures() -> Iterator[object]:
     """Yields the times of each variant."""
     setup = Setup()
@@ -97,4 +77,4 @@ def figures() -> Iterator[object]:
 
 
 if __name__ == "__main__":
-    sys.exit(report(wrong, figures))
+    sys.exit(report("tests/kernels/test_image_batch.py", figures))

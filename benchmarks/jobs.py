@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -39,6 +40,11 @@ class Job:
     loss: Callable[[Any, Tensor], Tensor]
     batch_size: int
     is_image: bool = False
+
+
+def installed(names: Sequence[str]) -> list[str]:
+    """Returns the models whose packages are installed."""
+    return [name for name in names if name not in NEEDS or find_spec(NEEDS[name])]
 
 
 def job_of(name: str, seed: int = 0) -> Job:

@@ -18,7 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,21 +51,18 @@ Span = tuple[float, float]
 """Times at which a trial's training began and ended."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Contender:
-    """Measurements of one contender over all rounds."""
+    """Measurements of one contender."""
 
-    seconds: list[float] = field(default_factory=list)
-    """Duration of each round, from the call to its return."""
-    gaps: list[float] = field(default_factory=list)
-    """Time from the end of one trial's training to the beginning of the next one's."""
-    num_trials: int = 0
+    seconds: float
+    """From the call to its return."""
+    spans: Sequence[Span]
 
-    def add(self, seconds: float, spans: Sequence[Span]) -> None:
-        """Adds one round."""
-        self.seconds.append(seconds)
-        self.gaps += [later[0] - earlier[1] for earlier, later in itertools.pairwise(sorted(spans))]
-        self.num_trials += len(spans)
+    @property
+    def gaps(self) -> list[float]:
+        """Times from the end of one trial's training to the beginning of the next one's."""
+        return [later[0] - earlier[1] for earlier, later in itertools.pairwise(sorted(self.spans))]
 
 
 def train_plainly() -> tuple[Span, float]:
@@ -159,46 +156,44 @@ def sampler() -> optuna.samplers.TPESampler:
 CONTENDERS = {"triaccel": ours, "bare Ray Tune": bare_tune, "Optuna alone": optuna_alone}
 
 
-def measure_trials(num_trials: int, rounds: int) -> Mapping[str, Contender]:
-    """Returns each contender's measurements; rounds are interleaved, on one cluster with one CPU."""
-    figures = {name: Contender() for name in CONTENDERS}
+def measure_trials(num_trials: int) -> Mapping[str, Contender]:
+    """Returns each contender's measurements, on one cluster with one CPU."""
+    found = {}
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # disables tables that Tune prints even if silenced
     torch.set_num_threads(1)  # as in Ray's actors
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with tempfile.TemporaryDirectory() as folder, cluster(None, num_cpus=1):
-        for number, (name, search) in itertools.product(range(rounds), CONTENDERS.items()):
+        for name, search in CONTENDERS.items():
             began = time.perf_counter()
-            spans = search(Path(folder) / f"{number} {name}", num_trials)
-            figures[name].add(time.perf_counter() - began, spans)
-    return figures
-
-
-def faults(figures: Mapping[str, Contender], *, num_trials: int) -> list[str]:
-    """Returns the problems found: missing trials, or too long a gap between ours."""
-    lost = sorted(name for name, contender in figures.items() if contender.num_trials != num_trials)
-    found = [f"WRONG: trials are missing of {', '.join(lost)}"] if lost else []
-    median = statistics.median(figures["triaccel"].gaps)
-    if median > TARGET_S:
-        found.append(f"TOO MUCH: {median:.2f} s pass between two trials, where {TARGET_S} s are allowed")
+            spans = search(Path(folder) / name, num_trials)
+            found[name] = Contender(time.perf_counter() - began, spans)
     return found
+
+
+def faults(found: Mapping[str, Contender], *, num_trials: int) -> list[str]:
+    """Returns the problems found: missing trials, or too long a gap between ours."""
+    lost = sorted(name for name, contender in found.items() if len(contender.spans) != num_trials)
+    texts = [f"WRONG: trials are missing of {', '.join(lost)}"] if lost else []
+    median = statistics.median(found["triaccel"].gaps)
+    if median > TARGET_S:
+        texts.append(f"TOO MUCH: {median:.2f} s pass between two trials, where {TARGET_S} s are allowed")
+    return texts
 
 
 def main() -> int:
     """Measures all contenders and prints the results; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
+    num_trials = parser.parse_args().trials
     versions = f"Ray {ray.__version__}, Optuna {optuna.__version__}, PyTorch {torch.__version__}"
-    print(f"{os.cpu_count()} CPUs, {versions}; {given.trials} trials, {given.rounds} rounds")
-    figures = measure_trials(given.trials, given.rounds)
-    for name, contender in figures.items():
-        for what, values in (("all trials", contender.seconds), ("between two trials", contender.gaps)):
-            spread = f"({min(values):.3f} to {max(values):.3f}, n {len(values)})"
-            print(f"{name:14s} {what:18s} {statistics.median(values):8.3f} s {spread}")
-    found = faults(figures, num_trials=given.trials * given.rounds)
-    print(*found, sep="\n")
-    return int(bool(found))
+    print(f"{os.cpu_count()} CPUs, {versions}; {num_trials} trials")
+    found = measure_trials(num_trials)
+    for name, each in found.items():
+        gaps = f"{statistics.median(each.gaps):.3f} s ({min(each.gaps):.3f} to {max(each.gaps):.3f})"
+        print(f"{name:14s} {each.seconds:8.3f} s, between two trials {gaps}")
+    texts = faults(found, num_trials=num_trials)
+    print(*texts, sep="\n")
+    return int(bool(texts))
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.proxy import Proxy, proxy_to
-from benchmarks.stores import Server, assert_equals_log, only_run
 from benchmarks.trivial import Layers3, Layers60
+from tests.service.proxy import Proxy, proxy_to
+from tests.service.stores import Server, assert_equals_log, only_run
 from triaccel_ray.service.tracking.shipper import Shipper
 from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.trainables.registry import load_task

@@ -49,12 +49,13 @@ ANCHOR: Mapping[str, Any] = {
     "tau_high_share": 1.0,
     "rho_high": 0.9,
     "rho_ratio": 0.7,
-    "alpha": 0.02,
+    "alpha": 1e-3,
     "tau_curv": 1e3,
     "t_ctrl": 1.0,
     "batch_steps": "1:2",
 }
-"""The first configuration tried. Calibrated, it keeps every layer in BF16: what the plain setting gives."""
+"""The first configuration tried. Calibrated, it keeps every layer in BF16: what the plain setting gives. Where
+that is 0 or infinite, the nearest value of the space stands for it."""
 
 BEYOND_DECADES = 2.0
 """Decades by which the calibrated range exceeds the measured variances: they keep falling after the probe, and a

@@ -85,6 +85,23 @@ class Limited(nn.Module):
         return inputs
 
 
+class Starved(torch.optim.SGD):
+    """Finds no memory at one of its steps: before it writes anything, or after the first parameter."""
+
+    def __init__(self, params: Any, *, fails_at: int = 1, writes_first: bool = False) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.num_calls, self.fails_at, self.writes_first = 0, fails_at, writes_first
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_calls += 1
+        if self.num_calls == self.fails_at:
+            if self.writes_first:
+                with torch.no_grad():
+                    self.param_groups[0]["params"][0].add_(1.0)
+            raise torch.OutOfMemoryError("no room for the step")
+        return super().step(closure)
+
+
 class CountingSource(TensorSource):
     """Remembers the indices of every batch that was drawn."""
 

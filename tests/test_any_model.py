@@ -15,7 +15,6 @@ from tests.build import BF16, FP16, FP32
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop, NonFiniteGradientsError
-from triaccel_ray.model.layers import find_layers, require_trainable
 from triaccel_ray.records.events import EventLog
 from triaccel_ray.records.plan import Precision
 
@@ -65,19 +64,6 @@ def test_targets_that_are_a_mapping_weigh_as_many_samples_as_there_are() -> None
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.0)
     plain = BaselineLoop(twin, optimizer, loss, Pairs(), method="fp32", batch_size=5)  # and one of 3
     assert plain.train_epoch().loss == pytest.approx(expected.item())
-
-
-def test_a_model_wrapped_for_several_processes_is_refused() -> None:
-    class DistributedDataParallel(nn.Module):  # the class's name is what is looked at: nothing is spread here
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-    def require(model: nn.Module) -> None:
-        require_trainable(model, torch.optim.SGD(model.parameters(), lr=0.1), find_layers(model))
-
-    with pytest.raises(ValueError, match=r"model is a DistributedDataParallel: .* give it the plain module inside"):
-        require(DistributedDataParallel(nn.Linear(2, 2)))
 
 
 def test_a_gradient_is_unscaled_before_a_users_hook_clips_it() -> None:

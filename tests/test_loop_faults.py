@@ -12,6 +12,7 @@ from tests.build import (
     CPU,
     QUIET,
     Limited,
+    Starved,
     blobs,
     cross_entropy,
     loop_of,
@@ -121,23 +122,11 @@ def test_a_plan_that_could_not_be_applied_is_a_fault_of_the_next_tick() -> None:
     assert [fault.detail for fault in failed] == ["RuntimeError: no memory for more parts"]
 
 
-class Starved(torch.optim.SGD):
-    """Finds no memory at its third step, before it writes anything."""
-
-    num_calls = 0
-
-    def step(self, closure=None):
-        self.num_calls += 1
-        if self.num_calls == 3:
-            raise torch.OutOfMemoryError("no room for the step")
-        return super().step(closure)
-
-
 def test_an_optimizer_without_memory_is_a_fault_and_no_step_is_lost() -> None:
     models = mlp(), mlp()
     ticks: list[Tick] = []
-    for model, kind in zip(models, (Starved, torch.optim.SGD), strict=True):
-        optimizer = kind(model.parameters(), lr=0.1)
+    for model, fails_at in zip(models, (3, 0), strict=True):
+        optimizer = Starved(model.parameters(), fails_at=fails_at)
         loop = ControlLoop(model, optimizer, cross_entropy, blobs(64), config=QUIET, on_tick=ticks.append)
         for _ in range(3):
             loop.step()

@@ -34,8 +34,9 @@ from triaccel_ray.records.plan import Plan
 class ControlLoop(EpochLoop):
     """Trains a model while adapting its precision, learning rate and batch size.
 
-    On each rank of an initialized `torch.distributed` group, it trains data-parallel: every method is a collective,
-    except `state_dict` and `close`. Close it before the group is destroyed: captured steps hold the communicator.
+    On each rank of an initialized `torch.distributed` group, it trains data-parallel. Every method is a collective,
+    except `close` and, without `shard_optimizer`, `state_dict`. Close it before the group is destroyed: captured steps
+    hold the communicator.
     """
 
     def __init__(
@@ -280,7 +281,7 @@ class ControlLoop(EpochLoop):
         return {
             "sampler": self.sampler,  # first, because it rejects the state of another data set
             "model": self.model,
-            "optimizer": self.optimizer.optimizer,
+            "optimizer": self.optimizer,
             "schedule": self._schedule,
             "loss_scale": self.loss_scale,
             "sensors": self.sensors,

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.build import ONE, blobs, collected, cross_entropy, mlp, same, values
+from tests.build import ONE, Starved, blobs, collected, cross_entropy, mlp, same, values
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.model.layers import find_layers
-from triaccel_ray.records.plan import Fault
+from triaccel_ray.records.plan import Fault, FaultKind
 
 FINE, OVERFLOW = torch.tensor(0.0), torch.tensor(1.0)
 SCALES = {"0": 0.5, "2": 0.25, "4": 1.0}
@@ -135,23 +135,6 @@ def test_an_overflow_changes_neither_weights_nor_moments_not_even_at_the_first_s
     assert same(kept_of(model, optimizer), kept)
 
 
-class Starved(torch.optim.SGD):
-    """Finds no memory at its first step: before it writes anything, or after the first parameter."""
-
-    def __init__(self, params: Any, *, writes_first: bool) -> None:
-        super().__init__(params, lr=0.1, momentum=0.9)
-        self.num_failures, self.writes_first = 0, writes_first
-
-    def step(self, closure=None):
-        if self.num_failures == 0:
-            self.num_failures += 1
-            if self.writes_first:
-                with torch.no_grad():
-                    self.param_groups[0]["params"][0].add_(1.0)
-            raise torch.OutOfMemoryError("no room for the step")
-        return super().step(closure)
-
-
 @pytest.mark.parametrize("writes_first", [False, True])
 def test_a_step_without_memory_is_made_again_where_nothing_was_written(writes_first: bool) -> None:
     model, reference = mlp(), mlp()
@@ -171,7 +154,8 @@ def test_a_step_without_memory_is_made_again_where_nothing_was_written(writes_fi
     plain.step()
     assert same(values(model), values(reference))
     (fault,) = optimizer.take_faults(step=2, batch_size=8)
-    assert fault == Fault.out_of_memory("no room for the step", step=2, phase="optimizer", batch_size=8)
+    kind, detail = FaultKind.OUT_OF_MEMORY, "no room for the step"
+    assert fault == Fault(kind=kind, step=2, phase="optimizer", batch_size=8, detail=detail)
     assert optimizer.take_faults(step=3, batch_size=8) == []
     assert released == [1]
 

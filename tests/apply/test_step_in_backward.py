@@ -70,10 +70,33 @@ def assert_same_trajectory(
     return models[0]
 
 
+class Unused(nn.Module):
+    """Leaves one layer out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = mlp(), nn.Linear(8, 8)  # after a seed
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.used(inputs)
+        return outputs
+
+
+def compiled() -> nn.Module:
+    model = mlp()
+    model[2].compile(backend="aot_eager")
+    return model
+
+
 @EVERY
 @EACH_KIND_OF_WEIGHTS
-def test_it_is_the_trajectory_of_steps_after_the_backward_pass(kind: str, config: ControlConfig) -> None:
-    model = assert_same_trajectory(network, config, 10, kind=kind)
+@pytest.mark.parametrize(("make", "num_parts"), [(network, 1), (mlp, 4), (Unused, 1), (compiled, 1)])
+def test_it_is_the_trajectory_of_steps_after_the_backward_pass(
+    make: Any, num_parts: int, kind: str, config: ControlConfig
+) -> None:
+    batch = replace(config.batch, start=16, maximum=16, accumulate=num_parts) if num_parts > 1 else config.batch
+    data = images(40) if make is network else blobs(64)
+    model = assert_same_trajectory(make, replace(config, batch=batch), 6, data=data, kind=kind)
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -115,12 +138,6 @@ def test_gradients_never_exist_all_at_once(config: ControlConfig) -> None:
     assert not any(ref() is not None for ref in seen)
 
 
-@EACH_KIND_OF_WEIGHTS
-def test_parts_of_a_batch_add_up_and_the_last_one_steps(config: ControlConfig) -> None:
-    config = replace(config, batch=replace(config.batch, start=16, maximum=16, accumulate=4))
-    assert_same_trajectory(mlp, config, 6, data=blobs(64))
-
-
 class ScaledLoss:
     """A loss times a factor."""
 
@@ -152,15 +169,6 @@ def test_the_norm_of_the_step_before_clips_and_travels_with_a_checkpoint() -> No
     resumed.load_state_dict(state)
     run(resumed, 1)
     assert same(values(resumed.model), values(model))
-
-
-def test_compiled_code_hands_its_gradients_over_too() -> None:
-    def make() -> nn.Module:
-        model = mlp()
-        model[2].compile(backend="aot_eager")
-        return model
-
-    assert_same_trajectory(make, IN_WORDS, 3, data=blobs(40))
 
 
 @pytest.mark.gpu

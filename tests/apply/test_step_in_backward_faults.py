@@ -118,22 +118,6 @@ class LimitedBackward(nn.Module):
             raise torch.OutOfMemoryError("no room for more gradients")
 
 
-class Unused(nn.Module):
-    """Leaves one layer out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = mlp(), nn.Linear(8, 8)  # after a seed
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.used(inputs)
-        return outputs
-
-
-def test_a_parameter_without_a_gradient_keeps_its_bucket_from_nothing() -> None:
-    assert_same_trajectory(Unused, IN_FP32, 3, data=blobs(40))
-
-
 class Reentrant(nn.Module):
     """Passes twice through one layer, each time checkpointed in a backward pass of its own."""
 

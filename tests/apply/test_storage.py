@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.apply.test_activations import ALL, SCALE, Network, fused_step, images, recomputing
 from tests.apply.test_split_weights import FIXED
-from tests.build import BF16, CPU, FP32, RerunPool, cache_of, gradients, loop_of, same, step_of, values
+from tests.build import BF16, CPU, FP16, FP32, RerunPool, cache_of, gradients, loop_of, same, step_of, values
 from triaccel_ray.apply import offload
 from triaccel_ray.apply.activations import Activations
 from triaccel_ray.apply.actuators import Actuators
@@ -56,10 +56,10 @@ def elastic(model: nn.Module) -> Step:
 MIXED = {"blocks.0": Storage.OFFLOAD, "blocks.1": Storage.RECOMPUTE, "blocks.2": Storage.KEEP}
 
 
-@pytest.mark.parametrize("level", [FP32, BF16])
+@pytest.mark.parametrize(("levels", "num_parts"), [((FP32,), 1), ((BF16,), 1), ((FP16, BF16), 3)])
 @pytest.mark.parametrize("make", [Network, Transformer])
 def test_storage_changes_between_steps_and_gradients_do_not(
-    make: Any, level: Any, monkeypatch: pytest.MonkeyPatch
+    make: Any, levels: Any, num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offload, "MIN_BYTES", 64)
     kept, changing = step_of(make(), images()), elastic(make())
@@ -69,7 +69,9 @@ def test_storage_changes_between_steps_and_gradients_do_not(
         assert changing.storage == {name: each for name, each in plan.items() if each is not Storage.KEEP}
         found = []
         for step in (kept, changing):
-            step.precision.set({layer.name: level for layer in find_layers(step.model)})
+            names = [layer.name for layer in find_layers(step.model)]
+            step.precision.set({name: levels[index % len(levels)] for index, name in enumerate(names)})
+            step.set_num_micro_batches(num_parts)
             torch.manual_seed(index)
             outcome = step.run(torch.arange(12), SCALE, step=index)
             found.append((outcome.loss_sum, gradients(step.model), values(step.model), torch.get_rng_state()))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.proxy import Answer, Proxy, proxy_to
 from tests.chaos.desk import fill
 from tests.service.build import SimulatedRun
+from tests.service.proxy import Answer, Proxy, proxy_to
 from tests.service.stores import Server, assert_equals_log, free_port, only_run, runs
 from tests.service.waiting import DEADLINE_S, wait_until
 from triaccel_ray.records.events import End, EventLog

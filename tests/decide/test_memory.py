@@ -205,16 +205,6 @@ def test_the_plan_is_that_of_a_search_of_all(profile, share, pass_ms, accumulate
     assert len(chosen.storage) <= min(changed for _, parts, changed in as_fast if parts == chosen.num_micro_batches)
 
 
-@given(profiles(most=8), st.floats(0.0, 1.2), st.floats(0.0, 1.2))
-def test_more_memory_is_never_slower(profile, one, other):
-    measured = measured_of(profile, pass_ms=1.0)
-    budgets = sorted(5000 + int(share * (measured.peak_bytes - 5000)) for share in (one, other))
-    less, more = (
-        cheapest_plan(profile, measured, budget_bytes=budget, changeable=names(profile)) for budget in budgets
-    )
-    assert less is None or more.prediction.ms <= less.prediction.ms + 1e-9 or not profile.can_split
-
-
 @given(profiles())
 def test_the_least_plan_takes_no_more_than_keeping_or_recomputing_all(profile):
     measured = measured_of(profile)
@@ -230,16 +220,6 @@ def test_only_changeable_regions_change_and_only_below_the_bar():
     barred = cheapest_plan(ALIKE, measured, budget_bytes=9000, changeable="abcd", most_bytes=320)
     assert modelled_bytes(ALIKE, barred.storage, 8 // barred.num_micro_batches) <= 320
     assert cheapest_plan(replace(ALIKE, can_split=False), measured, budget_bytes=4000, changeable="abcd") is None
-
-
-def test_micro_batches_compete_where_they_compute_the_same():
-    measured = measured_of(ALIKE, 8, pass_ms=0.5)
-    split = cheapest_plan(ALIKE, measured, budget_bytes=5220, changeable="abcd")
-    assert (split.storage, split.num_micro_batches, split.prediction.ms) == ({}, 2, 1000.5)
-    whole = cheapest_plan(replace(ALIKE, can_split=False), measured, budget_bytes=5220, changeable="abcd")
-    assert (whole.num_micro_batches, whole.prediction.ms) == (1, 1003.0)
-    tiny = cheapest_plan(replace(ALIKE, can_split=False), measured, budget_bytes=5100, changeable="abcd")
-    assert tiny.num_micro_batches == 2
 
 
 @pytest.mark.parametrize(("step_ms", "parts"), [(20.0, 1), (10.0, 1), (9.0, 2), (None, 1)])

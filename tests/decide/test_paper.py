@@ -25,7 +25,8 @@ def test_settings_of_our_own_rules_are_off() -> None:
     precision, curvature, batch = found.precision, found.curvature, found.batch
     assert not found.revert_slowdowns
     assert (precision.dwell_ticks, precision.patience_ticks, precision.allow_slow_precisions) == (0, 1, True)
-    assert (curvature.method, curvature.smoothing) == ("hessian", 0.0)
+    assert (curvature.method, curvature.smoothing, curvature.alpha) == ("hessian", 0.0, 0.02)
+    assert CONFIG.curvature.alpha == 0.1  # a value of the user's own is kept
     assert (batch.dwell_ticks, batch.oom_cooldown_ticks, batch.lr_rule) == (0, 1, "none")
     assert (batch.bound_by_noise_scale, batch.counts_idle_memory, precision.tau_low) == (False, True, 1e-5)
 
@@ -60,10 +61,3 @@ def test_the_batch_follows_the_share_of_the_whole_memory_at_every_tick(share: fl
     plan = decide(CONFIG, seen, run().decision.state).plan
     assert plan.batch_size == size  # whatever it costs; above the idle process, the first share would be 0.23
     assert plan.batch_lr_scale == 1.0
-
-
-def test_a_slower_precision_stays() -> None:
-    loop, times = run(), iter([1.0, 1.0, *[50.0] * 10])
-    for _ in range(12):
-        loop.step(layer(1e-9), memory=memory_of(), step_ms=next(times))
-    assert loop.plan.precision["conv"] is FP16

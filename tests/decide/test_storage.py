@@ -1,6 +1,7 @@
 """The memory plan in the tick, on a simulated device."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -125,6 +126,18 @@ def test_an_elastic_batch_shrinks_first_and_grows_only_once_everything_is_kept()
     sizes = [(decision.plan.batch_size, bool(decision.plan.storage)) for decision in run.ticks(40)]
     assert run.plan.batch_size > 64
     assert all(size == 64 for size, is_stored in sizes if is_stored)
+
+
+def test_a_batch_that_waits_for_the_memory_plan_says_so_once():
+    run = Run(ELASTIC, SMALL)
+    run.ticks(30)
+    held = [
+        observation.tick for observation, decision in run.log if ReasonCode.HELD_STORAGE in codes(decision, "batch")
+    ]
+    assert held
+    assert all(later - earlier > 1 for earlier, later in pairwise(held))
+    assert len(held) < 5
+    assert run.plan.batch_size == 64
 
 
 def test_storage_survives_a_change_of_precision():

@@ -200,20 +200,6 @@ class Graphs(Loop):
         return [size for size, _ in groupby(sizes)]
 
 
-@pytest.mark.parametrize(
-    ("ms_per_sample", "size"),
-    [
-        ({32: 1.0}, 32),
-        ({32: 1.0, 64: 0.97}, 32),
-        ({32: 1.0, 64: 0.969}, 64),
-        ({64: 0.5, 32: 1.0, 128: 0.49, 256: 0.6}, 64),
-        ({32: 1.0, 64: 2.0, 128: 3.0}, 32),
-    ],
-)
-def test_the_smallest_size_close_to_the_best_is_efficient(ms_per_sample, size):
-    assert efficient_size(ms_per_sample) == size
-
-
 @given(times=st.dictionaries(st.integers(1, 4096), st.floats(1e-3, 1e3), min_size=1))
 def test_an_efficient_size_is_as_fast_as_asked_and_no_smaller_one_is(times):
     size, shortest = efficient_size(times), min(times.values())

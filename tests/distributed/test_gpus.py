@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.build import CONFIG, Limited, blobs, loop_of, mlp
+from tests.build import BF16, CONFIG, Limited, blobs, loop_of, mlp
 from tests.distributed.training import assert_close, fixed, listed
 from tests.distributed.worker_pool import WorkerPool
-from triaccel_ray.config import ControlConfig, ExecutionConfig
+from triaccel_ray.config import ControlConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.decide import replay
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.plan import FaultKind
@@ -74,6 +74,17 @@ def test_captured_steps_on_two_gpus_compute_what_one_computes(workers: WorkerPoo
         assert each["weights"] == found[0]["weights"]
         assert_close(each["weights"], alone["weights"], within=1e-4)
         assert each["evaluation"] == found[0]["evaluation"]
+
+
+@pytest.mark.parametrize("compiles", ["off", "auto"])
+def test_two_gpus_share_an_optimizer(workers: WorkerPool, compiles: Any) -> None:
+    precision = PrecisionConfig(enabled=False, initial=BF16)
+    config = replace(fixed(12), precision=precision, execution=ExecutionConfig(compile=compiles))
+    for storage in ("fp32", "split"):
+        whole = workers.run(2, trained, replace(config, weights=storage), 50)
+        for each in workers.run(2, trained, replace(config, weights=storage, shard_optimizer=True), 50):
+            assert each["captured"] >= 1
+            assert each["weights"] == whole[0]["weights"]
 
 
 @pytest.mark.parametrize("compiles", ["off", "auto"])

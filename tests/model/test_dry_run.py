@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.build import CPU, ConvNet, Limited, blobs, cross_entropy, images, mlp, same, values
+from triaccel_ray.config import ControlConfig, PrecisionConfig
 from triaccel_ray.cuda.random_states import random_states
 from triaccel_ray.data.sources import TensorSource, as_source
 from triaccel_ray.loop import ControlLoop
+from triaccel_ray.measure.memory import MIB
 from triaccel_ray.model.dry_run import (
     MAX_FRAMES,
     UserCodeError,
@@ -22,6 +24,7 @@ from triaccel_ray.model.dry_run import (
     forbidding_exit,
     require_working,
 )
+from triaccel_ray.records.plan import Precision
 
 
 class Silent(nn.Module):
@@ -40,89 +43,75 @@ def sparse_classes(highest: int) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-BAD: tuple[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]], ...] = (
-    ("no module", {"model": "resnet18"}, TypeError, ("model = 'resnet18': must be a torch.nn.Module",)),
-    ("all frozen", {"model": mlp().requires_grad_(False)}, ValueError, ("has no trainable weight", "requires_grad")),
-    ("lazy", {"model": nn.Sequential(nn.LazyLinear(4))}, ValueError, ("0.weight has no shape yet", "one batch")),
-    ("half precision", {"model": mlp().half()}, ValueError, ("is torch.float16: must be torch.float32",)),
-    ("no outputs", {"model": Silent()}, TypeError, ("Silent returned None", "must return the outputs")),
-    (
-        "other inputs",
-        {"data": (torch.randn(64, 9), torch.zeros(64, dtype=torch.int64))},
-        UserCodeError,
-        ("model Sequential raised RuntimeError: ", "mat1 and mat2", "inputs float32 (2, 9)"),
-    ),
-    (
-        "vector loss",
+class DistributedDataParallel(nn.Sequential):
+    """Has the name of PyTorch's class, which is what is looked at: nothing is spread here."""
+
+
+ARRAYS, LISTS = (np.zeros((4, 8)), np.zeros(4)), ([[1.0] * 8] * 4, torch.zeros(4))
+OTHER = (torch.randn(64, 9), torch.zeros(64, dtype=torch.int64))
+NOBODY = ControlConfig(precision=PrecisionConfig(initial_layers={"nobody": Precision.BF16}))
+SPARSE = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4))
+COMPLEX = nn.ParameterList([torch.ones(2, 2, dtype=torch.complex64)])
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no module": ({"model": "resnet18"}, TypeError, "model = 'resnet18': must be a torch.nn.Module"),
+    "all frozen": ({"model": mlp().requires_grad_(False)}, ValueError, "has no trainable weight.*requires_grad"),
+    "no matrix": ({"model": nn.BatchNorm1d(4)}, ValueError, "has no trainable weight of two or more dimensions"),
+    "lazy": ({"model": nn.Sequential(nn.LazyLinear(4))}, ValueError, "0.weight has no shape yet.*one batch"),
+    "half": ({"model": mlp().half()}, ValueError, "0.weight is torch.float16: must be torch.float32.*model.float"),
+    "complex": ({"model": COMPLEX}, ValueError, "parameter 0 is torch.complex64: .*store pairs, .*view_as_complex"),
+    "sparse": ({"model": SPARSE}, ValueError, "has sparse = True: must be"),
+    "wrapped": ({"model": DistributedDataParallel(nn.Linear(2, 2))}, ValueError, "give it the plain module inside"),
+    "no outputs": ({"model": Silent()}, TypeError, "Silent returned None.*must return the outputs"),
+    "an optimizer's class": ({"optimizer": torch.optim.SGD}, TypeError, "optimizer = <class .*: must be a torch.opt"),
+    "another's optimizer": ({"optimizer": torch.optim.SGD(mlp().parameters())}, ValueError, "updates no layer of this"),
+    "a closure": ({"optimizer": torch.optim.LBFGS(mlp().parameters())}, ValueError, "LBFGS needs a closure"),
+    "other inputs": ({"data": OTHER}, UserCodeError, r"Sequential raised RuntimeError.*mat1 .*inputs float32 \(2, 9\)"),
+    "vector loss": (
         {"loss": lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, reduction="none")},
-        ValueError,
-        ("the loss returned float32 (2,)", "must be a scalar", ".mean()"),
+        ValueError, r"the loss returned float32 \(2,\).*must be a scalar.*.mean\(\)",
     ),
-    (
-        "float loss",
+    "float loss": (
         {"loss": lambda outputs, targets: cross_entropy(outputs, targets).item()},
-        TypeError,
-        ("the loss returned a float", "without .item()"),
+        TypeError, r"the loss returned a float.*without .item\(\)",
     ),
-    (
-        "detached loss",
+    "detached loss": (
         {"loss": lambda outputs, targets: cross_entropy(outputs.detach(), targets)},
-        ValueError,
-        ("without a gradient", "without detach()"),
+        ValueError, r"without a gradient.*without detach\(\)",
     ),
-    (
-        "class too large",
+    "class too large": (
         {"data": sparse_classes(12)},
-        UserCodeError,
-        ("the loss raised IndexError: Target 12 is out of bounds", "outputs float32 (2, 4), targets int64 (2,)"),
+        UserCodeError, r"IndexError: Target 12 is out of.*outputs float32 \(2, 4\), targets int64 \(2,\)",
     ),
-    ("one argument", {"loss": lambda outputs: outputs}, UserCodeError, ("the loss raised TypeError: ", "takes 1")),
-    ("no data", {"data": None}, TypeError, ("NoneType cannot be indexed",)),
-    (
-        "arrays",
-        {"data": (np.zeros((4, 8)), np.zeros(4))},
-        UserCodeError,
-        (
-            "mat1 and mat2 must have the same dtype",
-            "inputs float64 (2, 8)",
-            'use .float(), of an array .astype("float32")',
-        ),
+    "one argument": ({"loss": lambda outputs: outputs}, UserCodeError, "the loss raised TypeError: .*takes 1"),
+    "no data": ({"data": None}, TypeError, "NoneType cannot be indexed"),
+    "arrays": (
+        {"data": ARRAYS},
+        UserCodeError, r"must have the same dtype.*inputs float64 \(2, 8\).*use .float\(\), of an array .astype",
     ),
-    (
-        "lists",
-        {"data": ([[1.0] * 8] * 4, torch.zeros(4))},
-        TypeError,
-        ("inputs are a list", "torch.as_tensor(inputs)"),
-    ),
-    ("a single number", {"data": (torch.ones(4, 8), torch.tensor(3))}, ValueError, ("targets are a single number",)),
-    ("budget as text", {"memory_budget": "2GiB"}, TypeError, ("memory_budget = '2GiB': ", "bytes, such as 2 * 2**30")),
-    ("no headroom", {"memory_headroom": False}, TypeError, ("memory_headroom = False: must be an integer number",)),
-    (
-        "control as a dict",
-        {"config": {"every_steps": 4}},
-        TypeError,
-        ("config = {'every_steps': 4}", "ControlConfig(**"),
-    ),
-)
+    "lists": ({"data": LISTS}, TypeError, r"inputs are a list.*torch.as_tensor\(inputs\)"),
+    "a number": ({"data": (torch.ones(4, 8), torch.tensor(3))}, ValueError, "targets are a single number"),
+    "no room": ({"memory_budget": MIB}, ValueError, "the process already holds"),
+    "text": ({"memory_budget": "2GiB"}, TypeError, r"memory_budget = '2GiB': .*bytes, such as 2 \* 2\*\*30"),
+    "no headroom": ({"memory_headroom": False}, TypeError, "memory_headroom = False: must be an integer number"),
+    "a dict": ({"config": {"every_steps": 4}}, TypeError, r"config = {'every_steps': 4}.*ControlConfig\(\*\*"),
+    "no such layer": ({"config": NOBODY}, ValueError, "initial_layers = 'nobody': the model has no such layer"),
+    **{
+        f"{epochs!r} epochs": ({"epochs": epochs}, ValueError, "epochs = .*: must")
+        for epochs in (0, -1.0, float("nan"), float("inf"), "3", True)
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("arguments", "kind", "needles"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
-def test_what_cannot_be_trained_is_refused_at_construction(
-    arguments: dict[str, Any], kind: type[Exception], needles: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_trained_is_refused_at_construction_and_left_alone(case: str) -> None:
+    arguments, kind, message = BAD[case]
     given = {"model": mlp(), "data": blobs(64), "loss": cross_entropy, **arguments}
-    model = given.pop("model")
-    parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
-    optimizer = torch.optim.SGD(parameters or [torch.zeros(1)], lr=0.1)
-    with pytest.raises(kind) as refused:
-        ControlLoop(model, optimizer, **given)
-    for needle in needles:
-        assert needle in str(refused.value)
-
-
-def test_an_optimizer_is_no_class() -> None:
-    with pytest.raises(TypeError, match=r"optimizer = <class .*SGD.*: must be a torch.optim.Optimizer"):
-        ControlLoop(mlp(), torch.optim.SGD, cross_entropy, blobs(64))  # type: ignore[arg-type]
+    modules = list(given["model"].modules()) if isinstance(given["model"], nn.Module) else []
+    parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
+    optimizer = given.pop("optimizer", None) or torch.optim.SGD(parameters or [torch.zeros(1)], lr=0.1)
+    with pytest.raises(kind, match=f"(?s){message}"):
+        ControlLoop(optimizer=optimizer, **given)
+    assert all("forward" not in module.__dict__ for module in modules)
 
 
 def test_two_samples_leave_no_trace() -> None:

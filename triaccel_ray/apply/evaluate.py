@@ -18,7 +18,7 @@ from triaccel_ray.model.dry_run import attributing_errors, described, described_
 from triaccel_ray.model.layers import Loss, forward, preserved_modes
 from triaccel_ray.model.metrics import ACCURACY, Metric, Values, as_metrics, is_classification
 from triaccel_ray.model.pytree import tensors_in
-from triaccel_ray.records.plan import Fault
+from triaccel_ray.records.plan import Fault, FaultKind
 
 Metrics: TypeAlias = "Mapping[str, Metric | Values]"
 """Name -> metric, or function(outputs, targets) whose mean over the samples is the metric."""
@@ -101,7 +101,8 @@ def evaluate(
                     detail = first_line(error)
                 batch_size = size // 2
                 release_memory()
-                faults.append(Fault.out_of_memory(detail, step=step, phase="evaluation", micro_batch_size=batch_size))
+                kind, phase = FaultKind.OUT_OF_MEMORY, "evaluation"
+                faults.append(Fault(kind=kind, step=step, phase=phase, micro_batch_size=batch_size, detail=detail))
         finally:
             if source is not data:
                 source.close()  # ends the processes that have read ahead

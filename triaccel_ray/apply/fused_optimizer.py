@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -65,17 +65,21 @@ class FusedOptimizer:
         layer_of: Mapping[int, str],
         *,
         in_8_bits: bool = False,
+        without: Iterable[nn.Parameter] = (),
     ) -> None:
         """Allocates the state in advance, as zeros, so that no step allocates memory.
 
         `watched` are the parameters whose gradients `launch` gets; `layer_of` maps the id of a weight to its layer's
-        name. With `in_8_bits`, parameters of `MIN_ELEMENTS_IN_CODES` elements or more have their state in 8 bits.
+        name. With `in_8_bits`, parameters of `MIN_ELEMENTS_IN_CODES` elements or more have their state in 8 bits. The
+        parameters `without` are not stepped, and have no state.
         """
         self._optimizer, self._watched = optimizer, watched
         self._layers = [layer_of.get(id(p), "") for p in watched]
         self._in_codes = {id(p) for p in watched if in_8_bits and p.numel() >= MIN_ELEMENTS_IN_CODES}
         # Groups by their index: loading a checkpoint replaces the groups themselves.
         number_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        for parameter in without:
+            del number_of[id(parameter)]
         self._group_numbers = [number_of.get(id(p)) for p in watched]
         self._names = _STATE[type(optimizer)]
         device, sizes = watched[0].device, [p.numel() for p in watched]

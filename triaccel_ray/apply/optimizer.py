@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.apply.fused_optimizer import FusedOptimizer, is_supported, obstacle_of
+from triaccel_ray.apply.shards import Shards
 from triaccel_ray.apply.split_weights import SplitWeights
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
+from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import Layer
 from triaccel_ray.records.plan import Fault, FaultKind
@@ -38,8 +40,11 @@ class LayerwiseOptimizer:
         split: SplitWeights | None = None,
         buckets: Sequence[Sequence[int]] | None = None,
         in_8_bits: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         """Maps parameters to layers, and allocates SGD's momentum before the first step.
+
+        The optimizer is shared among `ranks`, if given: each holds the state of its `Shards`, and steps these alone.
 
         Only the kernel, or its reference on a CPU, can step weights that are `split`, parameters in `buckets` (indices
         of `watched`, stepped one bucket after another), and state `in_8_bits`. If the user's optimizer takes over,
@@ -49,6 +54,7 @@ class LayerwiseOptimizer:
         self._out_of_memory_details: list[str] = []
         self._obstacle: str | None = None
         self._layer_of = {id(weight): layer.name for layer in layers for weight in layer.weights}
+        self._shards = None if ranks is None or ranks.is_alone else Shards(self.parameters, ranks)
         self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._lr_factor = 1.0
         self._lr_scale: Mapping[str, float] = {}
@@ -60,19 +66,33 @@ class LayerwiseOptimizer:
         if split is not None or buckets is not None or in_8_bits or is_supported(optimizer):
             for bucket in buckets or [range(len(self.watched))]:
                 parameters = [self.watched[index] for index in bucket]
-                self._fused.append(FusedOptimizer(optimizer, parameters, self._layer_of, in_8_bits=in_8_bits))
+                others = [p for p in self.parameters if not self._owns(p)]
+                fused = FusedOptimizer(optimizer, parameters, self._layer_of, in_8_bits=in_8_bits, without=others)
+                self._fused.append(fused)
         else:
-            _allocate_momentum(optimizer)
+            _allocate_momentum(optimizer, self._owns)
         self._num_parameters = len(self.parameters)
         device = self.watched[0].device
         self._one, self._lr_factor_on_device = torch.ones((), device=device), torch.ones((), device=device)
         self._last_rates: Any = None
-        self._last_companions: Mapping[int, Tensor] | None = None
+        self._last_companions: Mapping[int, Tensor] = {}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Every parameter the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _owns(self, parameter: nn.Parameter) -> bool:
+        return self._shards is None or self._shards.owns(parameter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the optimizer's state; if ranks share it, a collective that returns all of it on rank 0."""
+        state = self.optimizer.state_dict()
+        return state if self._shards is None else self._shards.whole(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the optimizer's state, or this rank's share, from what `state_dict` has returned on rank 0."""
+        self.optimizer.load_state_dict(state if self._shards is None else self._shards.part(state))
 
     @property
     def is_capturable(self) -> bool:
@@ -136,7 +156,7 @@ class LayerwiseOptimizer:
     def take_faults(self, *, step: int, batch_size: int) -> list[Fault]:
         """Returns, once, why the kernel is no longer used, and the out-of-memory errors recovered from."""
         faults = [
-            Fault.out_of_memory(detail, step=step, phase="optimizer", batch_size=batch_size)
+            Fault(kind=FaultKind.OUT_OF_MEMORY, step=step, phase="optimizer", batch_size=batch_size, detail=detail)
             for detail in self._out_of_memory_details
         ]
         if self._obstacle is not None:
@@ -156,7 +176,13 @@ class LayerwiseOptimizer:
             factor = self._lr_factor_on_device
             scale = self._one if divisor is None else divisor
             self._fused[bucket].launch(gradients, lr_factor=factor, loss_scale=scale, found_nonfinite=found_nonfinite)
-            return
+        else:
+            self._step_by_groups(gradients, divisor, found_nonfinite)
+        if self._shards is not None:
+            self._shards.exchange(self._last_companions if self._fused else {})
+
+    def _step_by_groups(self, gradients: Gradients, divisor: Tensor | None, found_nonfinite: Tensor) -> None:
+        """Steps the user's optimizer with a parameter group for each learning rate."""
         for parameter, gradient in zip(gradients.parameters, gradients.tensors, strict=True):
             if gradient is not parameter.grad:
                 parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
@@ -175,9 +201,9 @@ class LayerwiseOptimizer:
                     group.update({name: value for name, value in part.items() if name not in ("params", "lr")})
 
     def _split_by_rate(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Returns `group` as one group for each distinct learning rate."""
+        """Returns the parameters of `group` that this rank steps as one group for each distinct learning rate."""
         by_scale: defaultdict[float, list[nn.Parameter]] = defaultdict(list)
-        for parameter in group["params"]:
+        for parameter in filter(self._owns, group["params"]):
             layer = self._layer_of.get(id(parameter), "")
             by_scale[self._lr_scale.get(layer, 1.0)].append(parameter)
         lr = group["lr"] * self._lr_factor
@@ -224,7 +250,7 @@ def watched_parameters(optimizer: torch.optim.Optimizer, layers: Sequence[Layer]
     return list(dict.fromkeys([*updated, *(weight for layer in layers for weight in layer.weights)]))
 
 
-def _allocate_momentum(optimizer: torch.optim.Optimizer) -> None:
+def _allocate_momentum(optimizer: torch.optim.Optimizer, owns: Callable[[nn.Parameter], bool]) -> None:
     """Allocates missing momentum buffers of SGD as zeros, with which the first step computes the same.
 
     A fused first step that is skipped would leave them uninitialized (PyTorch 2.11 to 2.15).
@@ -235,6 +261,6 @@ def _allocate_momentum(optimizer: torch.optim.Optimizer) -> None:
         # With dampening the first step differs from the others: leave it to the optimizer.
         if group["momentum"] == 0 or group["dampening"] != 0:
             continue
-        for parameter in group["params"]:
+        for parameter in filter(owns, group["params"]):
             if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -37,7 +37,7 @@ class _RecordedCall:
                 storage = tensor.untyped_storage()
                 self.inputs[StorageWeakRef(storage)] = storage.nbytes()
             if tensor.grad_fn is not None:  # a hook on a leaf would stay
-                tensor.register_hook(self._end_backward)
+                tensor.register_hook(lambda _: self._mark("backward_end"))
         self.marks: dict[str, Any] = {}
         self.excluded: list[tuple[Any, Any]] = []
         self._mark("begin")
@@ -100,9 +100,6 @@ class _RecordedCall:
     def _begin_backward(self, _: Tensor) -> None:
         if "backward" not in self.marks:  # the first of several outputs
             self._mark("backward")
-
-    def _end_backward(self, _: Tensor) -> None:
-        self._mark("backward_end")
 
 
 class RegionRecorder:

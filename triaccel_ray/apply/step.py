@@ -171,15 +171,15 @@ class Step:
                     parts = self.batches(indices, num_samples)
                     loss_sum = self.accumulate(parts, num_samples, loss_scale, obstacles if watch else None)
                 faults = feature_faults + memory_faults + self._learn(step)
-                return StepOutcome(
-                    loss_sum=loss_sum, num_samples=num_samples, faults=faults, obstacles=tuple(obstacles)
-                )
+                found = tuple(obstacles)
+                return StepOutcome(loss_sum=loss_sum, num_samples=num_samples, faults=faults, obstacles=found)
             except (RuntimeError, MemoryError) as error:
                 is_over_budget = isinstance(error, BudgetExceededError)
                 is_smallest = num_parts >= most_parts
                 disabled = self._disable_failed_feature(error, step)
                 is_hopeless = not is_out_of_memory(error) or (is_smallest and not is_over_budget)
-                stores_less = not disabled and is_out_of_memory(error) and self._store_least()
+                lacks_memory = not disabled and is_out_of_memory(error)
+                stores_less = lacks_memory and self.activations is not None and self.activations.recompute_all()
                 if not disabled and is_hopeless and not stores_less:
                     raise
                 detail = first_line(error)
@@ -206,18 +206,15 @@ class Step:
 
     def _out_of_memory_fault(self, detail: str, num_samples: int, step: int) -> Fault:
         """Returns the fault of a batch that is retried as the step is set now."""
-        return Fault.out_of_memory(
-            detail,
+        return Fault(
+            kind=FaultKind.OUT_OF_MEMORY,
             step=step,
             phase="forward_backward",
             batch_size=num_samples,
             micro_batch_size=-(-num_samples // self._num_parts(num_samples)),
             stores_least=self.activations is not None and self.activations.stores_least,
+            detail=detail,
         )
-
-    def _store_least(self) -> bool:
-        """Recomputes every region that can be, if that may be chosen; returns whether that changes anything."""
-        return self.activations is not None and self.activations.recompute_all()
 
     def _learn(self, step: int) -> tuple[Fault, ...]:
         """Keeps what the last pass has recorded of the regions; returns a fault if some can no longer be offloaded."""
@@ -264,8 +261,7 @@ class Step:
         for count, inputs, targets in batches:
             recorder = None
             if self.activations is not None and not num_passed:
-                recorder = self.activations.recorder(count, self.precision.key, is_captured=is_captured)
-                self.recorder = recorder
+                recorder = self.recorder = self.activations.recorder(count, self.precision.key, is_captured=is_captured)
             module = self._forward_of(inputs, is_divided=bool(self.storage) or recorder is not None)
             with contextlib.ExitStack() as around:
                 if obstacles is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -127,21 +127,17 @@ def _merged_layer(signals: Sequence[LayerSignal]) -> LayerSignal:
 
 
 def _merged_memory(signals: Sequence[MemorySignal]) -> MemorySignal:
-    def most(figure: Callable[[MemorySignal], int]) -> int:
-        return max(map(figure, signals))
-
-    used = most(lambda signal: signal.used_bytes)
+    names = ("used_bytes", "peak_bytes", "allocated_bytes", "allocated_peak_bytes")
+    most = {name: max(getattr(signal, name) for signal in signals) for name in names}
     attainable = min(signal.attainable_bytes for signal in signals)
     fullest = max(signals, key=lambda signal: signal.window_peak_bytes)
+    is_unknown = any(signal.free_bytes is None for signal in signals)
     return MemorySignal(
-        used_bytes=used,
+        **most,
         window_peak_bytes=fullest.window_peak_bytes,
-        peak_bytes=most(lambda signal: signal.peak_bytes),
         limit_bytes=min(signal.limit_bytes for signal in signals),
-        allocated_bytes=most(lambda signal: signal.allocated_bytes),
-        allocated_peak_bytes=most(lambda signal: signal.allocated_peak_bytes),
         idle_bytes=fullest.idle_bytes,
-        free_bytes=None if any(signal.free_bytes is None for signal in signals) else max(attainable - used, 0),
+        free_bytes=None if is_unknown else max(attainable - most["used_bytes"], 0),
     )
 
 

@@ -85,9 +85,8 @@ class ScheduledCurvature:
                     self._sensors.record_curvature(self.meter.measure(*batch, self._device_generator()))
         except Exception as error:
             if is_out_of_memory(error):
-                fault = Fault.out_of_memory(
-                    first_line(error), step=step, phase="curvature", micro_batch_size=len(indices)
-                )
+                kind, size, detail = FaultKind.OUT_OF_MEMORY, len(indices), first_line(error)
+                fault = Fault(kind=kind, step=step, phase="curvature", micro_batch_size=size, detail=detail)
                 self._sensors.record_faults([fault])
             elif batch is None:
                 raise  # an error of the data set

@@ -77,6 +77,7 @@ class Training:
         splits_weights = self._is_requested("weights", optimizer, default="fp32")
         steps_in_backward = self._is_requested("step_in_backward", optimizer, default=False)
         in_8_bits = self._is_requested("optimizer_state", optimizer, default="fp32")
+        shares_optimizer = self._is_requested("shard_optimizer", optimizer, default=False)
         self._split_weights = SplitWeights(model, self.layers, optimizer) if splits_weights else None
         buckets = buckets_of(model, watched_parameters(optimizer, self.layers)) if steps_in_backward else None
         self.memory, self.pool = memory_meter(self.device, *memory), GraphPool(self.device)
@@ -88,6 +89,7 @@ class Training:
             split=self._split_weights,
             buckets=buckets,
             in_8_bits=in_8_bits,
+            ranks=self.ranks if shares_optimizer else None,
         )
         source = delivered(as_source(data), self.device, config.execution.data_on)
         # On a stream that the steps use again: another one would keep its own workspaces.

@@ -62,7 +62,7 @@ class GraphPool:
         """
         try:
             graph = self._record(work, generators)
-        except Exception:
+        except Exception:  # whatever the captured code raises ends the capture; it is raised on
             self._drop()
             raise
         self._graphs.add(graph)
@@ -111,7 +111,7 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, generators: Sequence[torc
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             yield
-    except Exception:
+    except Exception:  # whatever the captured code raises; it is raised on
         torch.cuda.set_stream(outside)  # PyTorch 2.11 leaves the capturing one current
         _mend_after_broken_capture(outside.device, pool, generators)
         raise

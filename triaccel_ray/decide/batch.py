@@ -151,11 +151,13 @@ def decide_batch(
     rho_high would oscillate forever.
     """
     plan, memory = observation.plan, observation.memory
+    has_waited = state.waits_for_storage
     state = replace(
         state,
         ticks_since_change=state.ticks_since_change + 1,
         cap_ticks_left=max(state.cap_ticks_left - 1, 0),
         cap=state.cap if state.cap_ticks_left > 1 else None,
+        waits_for_storage=False,
     )
     unchanged = BatchDecision(batch_size=plan.batch_size, num_micro_batches=plan.num_micro_batches, state=state)
     share = _share(config, memory)
@@ -173,7 +175,9 @@ def decide_batch(
         chosen = choose_size(_candidate_sizes(size, config, plan, memory, state))
         size, hold = (size, chosen) if isinstance(chosen, Reason) else (chosen, None)
     if hold is not None:
-        return replace(unchanged, reasons=(hold,))
+        waits = hold.code is ReasonCode.HELD_STORAGE
+        state = replace(state, waits_for_storage=waits)
+        return replace(unchanged, state=state, reasons=() if waits and has_waited else (hold,))
     return _grow(config, plan, memory, state, size, parts)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.decide.tick import decide
 from triaccel_ray.records.signals import Observation
-from triaccel_ray.records.state import ControlState, Decision, initial_decision
+from triaccel_ray.records.state import Decision, initial_decision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ def replay(config: ControlConfig, log: Sequence[tuple[Observation, Decision]]) -
     if not log:
         return Replay(decisions=(), diverged_at=None)
     first = log[0][0]
-    state = first_state(config, first)
+    state = initial_decision(config, [(layer.name, layer.supported) for layer in first.layers]).state
     initial = {name: layer.by_variance for name, layer in state.layers.items()}
     if (config.batch.start, initial) != (first.plan.batch_size, first.plan.precision):
         plan = replace(first.plan, batch_size=config.batch.start, precision=initial)
@@ -47,8 +47,3 @@ def replay(config: ControlConfig, log: Sequence[tuple[Observation, Decision]]) -
             return Replay(decisions=tuple(decisions), diverged_at=index)
         state = decision.state
     return Replay(decisions=tuple(decisions), diverged_at=None)
-
-
-def first_state(config: ControlConfig, observation: Observation) -> ControlState:
-    """Returns the state before the first tick, for the layers in that tick's observation."""
-    return initial_decision(config, [(layer.name, layer.supported) for layer in observation.layers]).state

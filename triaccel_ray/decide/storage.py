@@ -139,13 +139,37 @@ def _planned(
     profile, judged, in_use = observation.profile, conditions.judged, is_planned(config, observation)
     if profile is None:
         return unchanged
-    measured = measure(observation, profile, judged, unchanged.state)
+    planning = _Planning(config, observation, profile, measure(observation, profile, judged, unchanged.state))
     lacks_memory = _share(config, observation) > config.batch.rho_high and is_tight(observation.memory)
     if lacks_memory or (in_use and is_not_capturable(observation)):
-        return _smaller(config, observation, unchanged, profile, measured)
+        return _smaller(planning, unchanged)
     if in_use and conditions.may_change and not judged.is_open:
-        return _faster(config, observation, unchanged, profile, measured, judged.state.growth_ms)
+        return _faster(planning, unchanged, judged.state.growth_ms)
     return unchanged
+
+
+@dataclass(frozen=True)
+class _Planning:
+    """What plans are made for at a tick, and by which costs."""
+
+    config: ControlConfig
+    observation: Observation
+    profile: MemoryProfile
+    measured: Measured
+
+    def cheapest(self, state: MemoryState) -> MemoryPlan | None:
+        """Returns the cheapest plan that fits and is not barred; None if there is none."""
+        most_bytes = None
+        if state.failed is not None and state.cap_ticks_left:
+            most_bytes = math.floor(BARRED_SHARE * bytes_of(self.profile, state.failed, self.observation.plan))
+        return cheapest_plan(
+            self.profile,
+            self.measured,
+            budget_bytes=budget_bytes(self.observation, state),
+            changeable=self.observation.regions,
+            accumulate=self.config.batch.accumulate,
+            most_bytes=most_bytes,
+        )
 
 
 def _is_smallest(config: BatchConfig, plan: Plan) -> bool:
@@ -178,33 +202,21 @@ def _after_failure(config: ControlConfig, observation: Observation, unchanged: M
     return replace(unchanged, storage=least, state=state, reasons=(*unchanged.reasons, reason))
 
 
-def _smaller(
-    config: ControlConfig,
-    observation: Observation,
-    unchanged: MemoryDecision,
-    profile: MemoryProfile,
-    measured: Measured,
-) -> MemoryDecision:
+def _smaller(planning: _Planning, unchanged: MemoryDecision) -> MemoryDecision:
     """Returns the cheapest plan that fits what is attainable now; if none does, the one that takes least."""
-    state = _barred(config, unchanged.state, observation.plan)
-    chosen = _search(config, observation, state, profile, measured)
-    chosen = chosen or least_plan(profile, measured, changeable=observation.regions)
+    observation, measured = planning.observation, planning.measured
+    state = _barred(planning.config, unchanged.state, observation.plan)
+    chosen = planning.cheapest(state) or least_plan(planning.profile, measured, changeable=observation.regions)
     if chosen.prediction.peak_bytes >= measured.peak_bytes:
         return unchanged
     why = f"{observation.memory.attainable_bytes / GIB:.2f} GiB are attainable"
     return _changed(observation, replace(unchanged, state=state), chosen, why)
 
 
-def _faster(
-    config: ControlConfig,
-    observation: Observation,
-    unchanged: MemoryDecision,
-    profile: MemoryProfile,
-    measured: Measured,
-    growth_ms: float | None,
-) -> MemoryDecision:
+def _faster(planning: _Planning, unchanged: MemoryDecision, growth_ms: float | None) -> MemoryDecision:
     """Returns the cheapest plan that fits if it saves more time on the samples left than a new plan costs."""
-    state, plan = unchanged.state, observation.plan
+    config, observation, measured = planning.config, planning.observation, planning.measured
+    state, plan, profile = unchanged.state, observation.plan, planning.profile
     room = budget_bytes(observation, state) - measured.peak_bytes
     room += modelled_bytes(profile, plan.storage, plan.micro_batch_size)
     seen = state.examined_bytes
@@ -214,7 +226,7 @@ def _faster(
     if seen is not None and abs(room - seen) <= _SEARCH_AGAIN * abs(seen):
         return unchanged
     unchanged = replace(unchanged, state=replace(state, examined_bytes=room))
-    chosen = _search(config, observation, state, profile, measured)
+    chosen = planning.cheapest(state)
     if chosen is None or chosen.prediction.ms is None:
         return unchanged
     if not profile.can_split and chosen.num_micro_batches < plan.num_micro_batches:
@@ -234,22 +246,6 @@ def _faster(
     text = f"a faster memory plan would save {saved_ms / 1e3:.2g} s, and a new one costs {cost_ms / 1e3:.2g} s"
     reason = Reason(code=ReasonCode.HELD_COST, subject="memory", text=text, value=saved_ms, threshold=cost_ms)
     return replace(unchanged, reasons=(*unchanged.reasons, reason))
-
-
-def _search(
-    config: ControlConfig, observation: Observation, state: MemoryState, profile: MemoryProfile, measured: Measured
-) -> MemoryPlan | None:
-    most_bytes = None
-    if state.failed is not None and state.cap_ticks_left:
-        most_bytes = math.floor(BARRED_SHARE * bytes_of(profile, state.failed, observation.plan))
-    return cheapest_plan(
-        profile,
-        measured,
-        budget_bytes=budget_bytes(observation, state),
-        changeable=observation.regions,
-        accumulate=config.batch.accumulate,
-        most_bytes=most_bytes,
-    )
 
 
 def _share(config: ControlConfig, observation: Observation) -> float:

@@ -133,7 +133,7 @@ def bar_undone(
         layer = barred[name]
         barred[name] = replace(
             layer,
-            too_slow=_next_lower(before),
+            too_slow=Precision.BF16 if before is Precision.FP32 else Precision.FP16,
             slow_bar_ticks=config.precision.overflow_bar_ticks * 2**layer.times_slow,
             times_slow=layer.times_slow + 1,
         )
@@ -202,10 +202,6 @@ def _is_in_force(change: Change, plan: Plan) -> bool:
     is_lowered = all(plan.precision[name].rank < level.rank for name, level in change.precision.items())
     is_stored = change.stored is None or change.stored != Stored.under(plan)
     return is_lowered and is_stored and (change.batch_size is None or plan.batch_size > change.batch_size)
-
-
-def _next_lower(precision: Precision) -> Precision:
-    return Precision.BF16 if precision is Precision.FP32 else Precision.FP16
 
 
 def _reason(plan: Plan, change: Change, ms_per_sample: float) -> Reason:

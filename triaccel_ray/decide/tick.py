@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -11,10 +12,10 @@ from triaccel_ray.decide.calibration import remember_plan
 from triaccel_ray.decide.curvature import lr_reasons, lr_scale, remember_curvature, smooth_noise
 from triaccel_ray.decide.precision import bar_overflowing, decide_precision, keep_precision
 from triaccel_ray.decide.storage import Conditions, decide_storage, growth_hold, stores_least
-from triaccel_ray.decide.throughput import bar_undone, judge, size_that_pays, watch
-from triaccel_ray.records.plan import Plan, Reason, ReasonCode
+from triaccel_ray.decide.throughput import Judgement, bar_undone, judge, size_that_pays, watch
+from triaccel_ray.records.plan import Plan, Precision, Reason, ReasonCode
 from triaccel_ray.records.signals import Observation
-from triaccel_ray.records.state import ControlState, Decision
+from triaccel_ray.records.state import ControlState, Decision, LayerState
 
 
 def decide(config: ControlConfig, observation: Observation, state: ControlState) -> Decision:
@@ -35,17 +36,10 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     if judged.undo is not None:
         layers, batch_state = bar_undone(config, judged.undo, layers, batch_state)
 
-    before, fault = observation.plan, observation.apply_fault
-    if fault is not None:
-        precision, layers = keep_precision(observation, layers)
-        text = f"the last plan failed to apply: {fault.detail}"
-        reasons.append(Reason(code=ReasonCode.APPLY_FAILED, subject="precision", text=text))
-    else:
-        layers, overflow_reasons = bar_overflowing(config.precision, observation, state, layers)
-        may_lower = not judged.is_open and _is_affordable(config, observation)
-        precision, layers, changes = decide_precision(config.precision, observation, layers, may_lower=may_lower)
-        reasons += overflow_reasons + changes
-    enlarged = fault is not None or any(
+    before = observation.plan
+    precision, layers, changes = _decide_precisions(config, observation, state, layers, judged)
+    reasons += changes
+    enlarged = observation.apply_fault is not None or any(
         level.bytes_per_element > before.precision[name].bytes_per_element for name, level in precision.items()
     )
 
@@ -56,7 +50,9 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     batch_state = replace(batch_state, noise=noise)
     retreated = retreat(config.batch, observation, batch_state, keeps_size=stores_least(config, observation))
     conditions = Conditions(
-        judged=judged, lacks_memory=retreated is not None, may_change=fault is None and precision == before.precision
+        judged=judged,
+        lacks_memory=retreated is not None,
+        may_change=observation.apply_fault is None and precision == before.precision,
     )
     memory = decide_storage(config, observation, state.memory, conditions)
     reasons += memory.reasons
@@ -93,10 +89,25 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     return Decision(plan=plan, state=remembered, reasons=tuple(reasons))
 
 
-def _is_affordable(config: ControlConfig, observation: Observation) -> bool:
-    """Returns whether the time spent on new plans is within its share of the time that steps have taken."""
-    training_ms = observation.step * (observation.step_ms or 0.0)
-    return not config.revert_slowdowns or observation.adapting_ms <= config.max_overhead * training_ms
+def _decide_precisions(
+    config: ControlConfig,
+    observation: Observation,
+    state: ControlState,
+    layers: Mapping[str, LayerState],
+    judged: Judgement,
+) -> tuple[dict[str, Precision], dict[str, LayerState], list[Reason]]:
+    """Returns each layer's precision and state; precisions stay as they are after a plan that could not be applied."""
+    fault = observation.apply_fault
+    if fault is not None:
+        precision, kept = keep_precision(observation, layers)
+        text = f"the last plan failed to apply: {fault.detail}"
+        return precision, kept, [Reason(code=ReasonCode.APPLY_FAILED, subject="precision", text=text)]
+    barred, overflows = bar_overflowing(config.precision, observation, state, layers)
+    most_ms = config.max_overhead * observation.step * (observation.step_ms or 0.0)
+    is_affordable = not config.revert_slowdowns or observation.adapting_ms <= most_ms
+    may_lower = is_affordable and not judged.is_open
+    precision, updated, changes = decide_precision(config.precision, observation, barred, may_lower=may_lower)
+    return precision, updated, overflows + changes
 
 
 def _batch_lr_reasons(config: BatchConfig, old: Plan, new: Plan) -> list[Reason]:

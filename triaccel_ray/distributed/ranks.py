@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -23,11 +24,17 @@ class RanksDifferError(RuntimeError):
     """The ranks of a run have made different decisions, or hold different states: their weights would drift apart."""
 
 
+class LostRankError(RuntimeError):
+    """A message between hosts has failed, because the process of another rank, or the connection to it, was lost."""
+
+
 class Ranks:
     """The ranks of a run: one process each, on one device each.
 
     Host values travel through a group of the host's own (gloo), so that no rank waits for its device. Every method
     besides the properties is a collective: all ranks call it, in the same order. Alone, each returns at once.
+
+    If another rank is lost, collectives over gloo raise LostRankError.
     """
 
     def __init__(self, group: _Group = None, host_group: _Group = None) -> None:
@@ -58,7 +65,8 @@ class Ranks:
         if self.is_alone:
             return list(values)
         found = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._host_group)
+        with _naming_lost_ranks():
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._host_group)
         return found.tolist()
 
     def any(self, condition: bool) -> bool:
@@ -71,11 +79,27 @@ class Ranks:
             return [value]
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(own)]), group=self._host_group)
-        largest = max(int(size) for size in sizes)
-        padded = [torch.zeros(largest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(padded, torch.cat([own, own.new_zeros(largest - len(own))]), group=self._host_group)
+        with _naming_lost_ranks():
+            dist.all_gather(sizes, torch.tensor([len(own)]), group=self._host_group)
+            largest = max(int(size) for size in sizes)
+            padded = [torch.zeros(largest, dtype=torch.uint8) for _ in sizes]
+            dist.all_gather(padded, torch.cat([own, own.new_zeros(largest - len(own))]), group=self._host_group)
         return [json.loads(bytes(each[: int(size)].tolist())) for each, size in zip(padded, sizes, strict=True)]
+
+    def share(self, data: bytes | None) -> bytes | None:
+        """Returns rank 0's `data` on every rank; that of the others is not read."""
+        if self.is_alone:
+            return data
+        (size,) = self.maximum([-1 if data is None or self.rank else len(data)])
+        if size < 0:
+            return None
+        flat = torch.empty(size, dtype=torch.uint8)
+        if self.rank == 0 and data:
+            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        with _naming_lost_ranks():
+            for part in flat.split(BROADCAST_BYTES):
+                dist.broadcast(part, src=0, group=self._host_group)
+        return flat.numpy().tobytes()
 
     def require_equal(self, what: str, value: Any) -> None:
         """Checks that all ranks give the same value, which JSON can hold; only its hash travels if they do.
@@ -129,9 +153,24 @@ class Ranks:
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         as_bytes = flat.view(torch.uint8)  # any dtype, booleans too
-        dist.broadcast(as_bytes, src=0, group=self._group)
+        with self._naming_lost_ranks_on_hosts():
+            dist.broadcast(as_bytes, src=0, group=self._group)
         for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
+
+    def stack(self, tensor: Tensor) -> Tensor:
+        """Returns the contiguous tensors of all ranks, which are alike, as [world_size, *]; work as in `start_sum`."""
+        found = tensor.new_empty(self.world_size, *tensor.shape)
+        if self.is_alone:
+            return found.copy_(tensor)
+        as_bytes = found.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)  # any dtype
+        dist.all_gather_into_tensor(*as_bytes, group=self._group)
+        return found
+
+    def broadcast_from(self, rank: int, tensor: Tensor) -> None:
+        """Writes one rank's contiguous tensor on the device to that of every other rank."""
+        if not self.is_alone:
+            dist.broadcast(tensor, src=rank, group=self._group)
 
     def start_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
         """Starts to replace each tensor, contiguous and on the device, by its sum over ranks.
@@ -141,14 +180,29 @@ class Ranks:
         """
         if self.is_alone:
             return lambda: None
-        works = [dist.all_reduce(tensor, group=self._group, async_op=True) for tensor in tensors]
+        with self._naming_lost_ranks_on_hosts():
+            works = [dist.all_reduce(tensor, group=self._group, async_op=True) for tensor in tensors]
 
         def wait() -> None:
-            for work in works:
-                if work is not None:
-                    work.wait()
+            with self._naming_lost_ranks_on_hosts():
+                for work in works:
+                    if work is not None:
+                        work.wait()
 
         return wait
+
+    def _naming_lost_ranks_on_hosts(self) -> contextlib.AbstractContextManager[None]:
+        """Returns `_naming_lost_ranks` over gloo. NCCL also reports errors of the device and of a capture."""
+        return _naming_lost_ranks() if self._group is self._host_group else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _naming_lost_ranks() -> Iterator[None]:
+    """Turns an error of gloo into LostRankError: the arguments are right, so a connection has failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(f"another rank was lost: {str(error).strip().splitlines()[0]}"[:500]) from error
 
 
 def digest(value: Any) -> str:

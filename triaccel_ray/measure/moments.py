@@ -81,4 +81,4 @@ class GradientMoments:
         """Restores what `state_dict` returned."""
         self.stats.average.copy_(state["average"])
         self.stats.count.copy_(state["count"])
-        self.last_norm.copy_(state.get("last_norm", torch.tensor(math.inf)))  # older checkpoints have none
+        self.last_norm.copy_(state["last_norm"])

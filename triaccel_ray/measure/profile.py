@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from triaccel_ray.measure.timing import synchronize
 from triaccel_ray.records.signals import MemoryProfile, RegionSignal
@@ -41,12 +42,8 @@ class ProfileMeter:
             micro_batch_size=micro_batch_size,
             to_host_bytes_per_ms=to_host,
             to_device_bytes_per_ms=to_device,
-            can_split=not any(_is_batch_norm(module) for module in self._model.modules()),
+            can_split=not any(isinstance(each, _BatchNorm) and each.training for each in self._model.modules()),
         )
-
-
-def _is_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
 
 
 def link_bandwidth(device: torch.device) -> tuple[float, float]:

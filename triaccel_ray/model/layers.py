@@ -105,9 +105,10 @@ def require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers
         raise ValueError("optimizer LBFGS needs a closure, which evaluates a batch more than once: use another one")
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype is not torch.float32:
+            way_out = "store pairs, and use torch.view_as_complex" if parameter.is_complex() else "use model.float()"
             raise ValueError(
                 f"parameter {name} is {parameter.dtype}: must be torch.float32, the loop chooses what layers compute "
-                "in; use model.float()"
+                f"in; {way_out}"
             )
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -58,8 +58,13 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path} does not exist: name the folder of a run that has saved one")
+    return read_checkpoint(path, path)
+
+
+def read_checkpoint(source: Path | BinaryIO, path: Path) -> dict[str, Any]:
+    """Returns the state in a file or its content, as `load_checkpoint`; messages name `path`."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever the damaged bytes provoke
         raise CheckpointError(
             f"checkpoint {path} is damaged ({first_line(error)[:120]}): delete it to start over, or restore an older "

@@ -139,12 +139,19 @@ class Interruption:
     """The run was interrupted here and continues in another process."""
 
     cause: str
-    """`preempted` (process or node lost), `stopped` (by the user), `damaged` (the rest of the log could not be read),
-    or the cause in the `End` record that stood here."""
+    """`preempted` (process or node lost), `resized` (GPUs have been added), `stopped` (by the user), `damaged` (the
+    rest of the log could not be read), or the cause in the `End` record that stood here."""
     message: str
     """What happened, and from where the run continues."""
     epoch: int
     """Epochs done at the point from which it continues."""
+    world_size_before: int = 1
+    """Processes that trained the run before."""
+    world_size: int = 1
+    """Processes that train the run from here."""
+    seconds_lost: float | None = None
+    """Seconds since the checkpoint, or since the last interruption if that is later: of work that is repeated, and of
+    the restart. None if the log is damaged."""
 
 
 Record: TypeAlias = Start | Tick | Epoch | Throughput | End | Interruption

@@ -174,28 +174,6 @@ class Fault:
     """Whether the attempt that finally fit recomputed every region that can be."""
     detail: str = ""
 
-    @classmethod
-    def out_of_memory(
-        cls,
-        error: str,
-        *,
-        step: int,
-        phase: str,
-        batch_size: int = 0,
-        micro_batch_size: int = 0,
-        stores_least: bool = False,
-    ) -> Fault:
-        """Returns the fault for an out-of-memory error with the message `error`."""
-        return cls(
-            kind=FaultKind.OUT_OF_MEMORY,
-            step=step,
-            phase=phase,
-            batch_size=batch_size,
-            micro_batch_size=micro_batch_size,
-            stores_least=stores_least,
-            detail=error,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:

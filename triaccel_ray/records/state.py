@@ -56,6 +56,8 @@ class BatchState:
     """Moving average over measurements, in units of each one's tr Cov; None before the first."""
     times_slow: int = 0
     """Number of times a larger batch was undone because steps were slower."""
+    waits_for_storage: bool = False
+    """Whether the last tick held the batch for the memory plan: the reason is given once."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,14 +18,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
+import pickle
 import shutil
+import time
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch import nn
+
+from triaccel_ray.apply.evaluate import Evaluation
 from triaccel_ray.cuda.out_of_memory import is_out_of_memory
+from triaccel_ray.distributed.ranks import LostRankError
 from triaccel_ray.model.dry_run import IN_YOUR_CODE
 from triaccel_ray.records.events import End, Epoch, EventLog, Interruption, LogError, Start, TakenOverError, read_events
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.storage.layout import DAMAGED, ERROR, REPLACED
 
 MAX_LOSSES = 3
@@ -78,6 +87,7 @@ class RunsFailedError(RunFailedError):
 _CAUSES = {
     NonFiniteLossError: "non_finite",
     PreemptedError: "preempted",
+    LostRankError: "preempted",
     DiskFullError: "disk_full",
     TakenOverError: "taken_over",
     StoreError: "store",
@@ -96,6 +106,34 @@ def cause_of(error: BaseException) -> str:
 def failed(error: Exception) -> End:
     """Returns the end record of a run that failed by `error`."""
     return End(status="failed", cause=cause_of(error), message=f"{type(error).__name__}: {error}"[:500])
+
+
+def require_finite_result(evaluation: Evaluation, model: nn.Module, goal: Goal, way_out: str) -> None:
+    """Checks the result of an evaluation on held-out samples; a non-finite loss alone may be intended by the task.
+
+    Raises:
+        NonFiniteLossError: the loss and a value in the model are not finite, or the metric is not.
+    """
+    # An overflow may have reached a norm's running statistics.
+    tensors = (*model.parameters(), *model.buffers())
+    if not math.isfinite(evaluation.loss) and not all(tensor.isfinite().all() for tensor in tensors):
+        raise NonFiniteLossError(
+            f"the loss on held-out samples is {evaluation.loss}, and the model holds NaN or infinite values{way_out}"
+        )
+    if not math.isfinite(evaluation.metrics.get(goal.name, 0.0)):
+        raise NonFiniteLossError(f"{goal.name} of held-out samples is {evaluation.metrics[goal.name]}{way_out}")
+
+
+def picklable(error: Exception) -> Exception:
+    """Returns `error` with its traceback as a note; if it cannot be pickled, a RuntimeError with the same message."""
+    error.add_note(f"raised in the run's own process:\n{''.join(traceback.format_exception(error))}")
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # unpickling may raise anything
+        substitute = RuntimeError(f"{type(error).__name__}: {error}")
+        substitute.__notes__ = error.__notes__
+        return substitute
+    return error
 
 
 def write_traceback(folder: Path, error: BaseException) -> None:
@@ -164,17 +202,48 @@ def keep_replaced(path: Path) -> bool:
     return True
 
 
-def interruptions_in(path: Path) -> tuple[list[tuple[int, Interruption]], Interruption | None]:
-    """Returns the log's interruptions with their indices, and the one to append now; None if nothing is recorded."""
+@dataclass(frozen=True, kw_only=True)
+class LogHistory:
+    """What an earlier process has left in a run's log."""
+
+    interruptions: Sequence[tuple[int, Interruption]] = ()
+    """Earlier interruptions with their indices."""
+    latest: Interruption | None = None
+    """The interruption to append now; None if nothing is recorded."""
+    times_ms: Sequence[int] = ()
+    """Unix time of each record, in milliseconds."""
+
+    def interruption(self, num_kept: int, *, world_size: int) -> Interruption | None:
+        """Returns the interruption to append after the first `num_kept` records, by one of `world_size` processes."""
+        found = self.latest
+        if found is None:
+            return None
+        if world_size > found.world_size_before and found.cause == "preempted":
+            # Ray Train ends the processes to begin again with more, which looks like a loss.
+            found = replace(found, cause="resized", message="GPUs have been added")
+        if world_size != found.world_size_before:
+            found = replace(found, message=f"{found.message}; {found.world_size_before} -> {world_size} processes")
+        # Work since the checkpoint is repeated; before an earlier interruption, it is counted there.
+        places = [num_kept - 1, *(place for place, _ in self.interruptions)]
+        since_ms = max((self.times_ms[place] for place in places if place < len(self.times_ms)), default=None)
+        seconds_lost = None if since_ms is None else max(time.time() - since_ms / 1e3, 0.0)
+        return replace(found, world_size=world_size, seconds_lost=seconds_lost)
+
+
+def history_of(path: Path) -> LogHistory:
+    """Returns what the log at `path` says of the processes that wrote it; an empty history if it cannot be read."""
     try:
-        records = [event.record for event in read_events(path)]
+        events = list(read_events(path))
     except LogError:
-        return [], None
+        return LogHistory()
+    if not events:
+        return LogHistory()
+    records, end = [event.record for event in events], events[-1].record
     earlier = [(place, record) for place, record in enumerate(records) if isinstance(record, Interruption)]
-    if not records:
-        return earlier, None
-    end = records[-1]
+    cause, message = "preempted", "the process or its node was lost"
     if isinstance(end, End):
         cause, message = end.cause or end.status, end.message or f"it was {end.status}"
-        return earlier, Interruption(cause=cause, message=message, epoch=0)
-    return earlier, Interruption(cause="preempted", message="the process or its node was lost", epoch=0)
+    before = records[0].parameters.get("world_size", 1) if isinstance(records[0], Start) else 1
+    world_size = earlier[-1][1].world_size if earlier else int(before or 1)
+    latest = Interruption(cause=cause, message=message, epoch=0, world_size_before=world_size)
+    return LogHistory(interruptions=earlier, latest=latest, times_ms=[event.time_ms for event in events])

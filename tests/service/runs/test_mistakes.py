@@ -13,10 +13,9 @@ from tests.service.local_trial import local_run, trained
 from tests.service.own_task import MODULE, own_spec
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.model.dry_run import IN_YOUR_CODE, UserCodeError
-from triaccel_ray.service.failures import RunFailedError, cause_of
+from triaccel_ray.service.failures import RunFailedError, cause_of, picklable
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.shared_data import share_splits
-from triaccel_ray.service.runs.trial import _picklable
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.registry import load_task
@@ -230,6 +229,6 @@ class UntravelledError(Exception):
 
 
 def test_an_error_that_cannot_travel_is_told_by_one_that_can() -> None:
-    told = _picklable(UntravelledError(1, 2))
+    told = picklable(UntravelledError(1, 2))
     assert (type(told), str(told)) == (RuntimeError, "UntravelledError: 1 of 2")
     assert "UntravelledError: 1 of 2" in told.__notes__[0]

@@ -29,7 +29,7 @@ from triaccel_ray.records.events import End
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.search_spaces.thresholds import calibration, thresholds
-from triaccel_ray.service.runs import trial as trials
+from triaccel_ray.service.runs import saving
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import end_run, read_run
 from triaccel_ray.service.runs.spec import RunSpec
@@ -318,7 +318,7 @@ def test_checkpoints_take_a_twentieth_of_the_time_but_for_the_last(
         now[0] += 10.0
 
     monkeypatch.setattr(Worker, "checkpoint", save_slowly)
-    monkeypatch.setattr(trials, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now[0]))
     for _ in range(5):
         trial.step()
         now[0] += between

@@ -134,7 +134,9 @@ class LossGradient:
 
     def _product(self, layer: Layer, u: Tensor) -> Tensor:
         parts = zip(layer.weights, torch.split(u, [weight.numel() for weight in layer.weights]), strict=True)
-        curved = [(gradient, _laid_out(part, w)) for w, part in parts if (gradient := self._of.get(w)) is not None]
+        # In the weight's memory format: with two formats a convolution would convert one.
+        laid_out = [(w, torch.empty_like(w, requires_grad=False).copy_(part.view_as(w))) for w, part in parts]
+        curved = [(gradient, part) for w, part in laid_out if (gradient := self._of.get(w)) is not None]
         curved = [(gradient, part) for gradient, part in curved if gradient.requires_grad]
         if not curved:
             return torch.zeros_like(u)
@@ -160,8 +162,3 @@ def _orthonormalize(vectors: Tensor, out: Tensor) -> None:
     combine = orthonormalizing(_products(vectors, vectors)).T
     for one, into in zip(vectors.split(_BLOCK_ELEMENTS, dim=1), out.split(_BLOCK_ELEMENTS, dim=1), strict=True):
         into.copy_(combine @ one.to(combine.dtype))
-
-
-def _laid_out(flat: Tensor, weight: Tensor) -> Tensor:
-    """Returns the vector in the weight's shape and memory format; with two formats a convolution would convert one."""
-    return torch.empty_like(weight, requires_grad=False).copy_(flat.view_as(weight))

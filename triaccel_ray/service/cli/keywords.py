@@ -80,6 +80,8 @@ def _read(name: str, kind: Any, value: Any) -> Any:
         value = list(value)
     elif name in _SIZES and type(value) is int:
         value = f"{value}B"
+    elif name == "gpus" and type(value) is int:
+        value = str(value)
     elif kind == Literal["on", "off"] | None and isinstance(value, bool):
         value = "on" if value else "off"
     return decode(kind, value, name)

@@ -78,8 +78,8 @@ _METHOD = replace(
     doc="How to train. " + "; ".join(f"{name}: {METHODS[name]}" for name in _METHODS) + ".",
 )
 _KEEP = replace(RUN_SETTINGS["keep"], default="last")
-_ELSEWHERE = {"task", "method", "purpose", "trials_per_gpu", "seed", "keep", "target"}
-_NO_THRESHOLDS = {"batch_size", "weights", "optimizer_state", "step_in_backward"}
+_ELSEWHERE = {"task", "method", "purpose", "trials_per_gpu", "gpus", "seed", "keep", "target"}
+_NO_THRESHOLDS = {"batch_size", "weights", "optimizer_state", "step_in_backward", "shard_optimizer"}
 """Settings of the control loop that are neither thresholds nor intervals."""
 _TRAINING = [
     each
@@ -95,9 +95,9 @@ _IN_THE_LOG = {*_MEASURING, "clip_norm", "max_skipped_steps", "loss_scale", "los
 """Settings that act only through what is measured; the log has the measurements, so a replay does not read them."""
 
 
-@options([_METHOD, RUN_SETTINGS["seed"], RUN_SETTINGS["target"], _KEEP])
+@options([_METHOD, *(RUN_SETTINGS[name] for name in ("gpus", "seed", "target")), _KEEP])
 class RunOptions:
-    """Training method, seed, target, and which weights to keep."""
+    """Training method, GPUs, seed, target, and which weights to keep."""
 
 
 @options(RUN_SETTINGS[name] for name in ("batch_min", "batch_max", "lr_rule", "seed"))
@@ -105,7 +105,10 @@ class TuneBatchOptions:
     """Batch sizes to time, and the rule for the learning rate of the chosen one."""
 
 
-@options([*(each for each in settings_of(SearchSpec) if each.path[0] != "base"), RUN_SETTINGS["trials_per_gpu"]])
+_GPUS = (RUN_SETTINGS["gpus"], RUN_SETTINGS["trials_per_gpu"])
+
+
+@options([*(each for each in settings_of(SearchSpec) if each.path[0] != "base"), *_GPUS])
 class SearchOptions:
     """Search space, number of trials, and objective."""
 
@@ -114,7 +117,7 @@ class SearchOptions:
     [
         *(each for each in settings_of(ComparisonSpec) if each.path[0] not in ("base", "ablation")),
         RUN_SETTINGS["target"],
-        RUN_SETTINGS["trials_per_gpu"],
+        *_GPUS,
     ]
 )
 class CompareOptions:
@@ -180,6 +183,8 @@ def settings_of_run(spec: RunSpec) -> dict[str, Any]:
         value: Any = reduce(getattr, each.path, spec)
         if value not in (None, {}):
             values[each.name] = each.shown(value)
+    if spec.is_distributed:
+        values["gpus"] = spec.gpus
     return values
 
 

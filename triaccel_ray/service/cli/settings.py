@@ -61,7 +61,7 @@ class Setting:
             return "LAYER=PRECISION"
         if self.kind == tuple[str, ...]:
             return f"{self.name[:-1].upper()},..."
-        return {"bytes": "SIZE", "folder": "FOLDER"}.get(self.unit)
+        return {"bytes": "SIZE", "folder": "FOLDER", "count or range": "N|MIN..MAX"}.get(self.unit)
 
     @property
     def typed(self) -> Any:

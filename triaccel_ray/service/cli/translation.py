@@ -134,7 +134,7 @@ def _require_read(spec: RunSpec, options: Given) -> None:
         ValueError: the task does not read an option, or its `unread` has a name that is no option.
     """
     task = spec.load_task()
-    own = replace(spec, recipe=task.recipe, control=task.control, data_dir=None)
+    own = replace(spec, recipe=task.recipe, control=task.control, data_dir=None, gpus=RunSpec.gpus)
     for name in task.unread:
         require(name in RUN_SETTINGS, f"unread of {spec.task}", name, "must name an option of `triaccel run`")
         setting = RUN_SETTINGS[name]
@@ -169,7 +169,7 @@ def _repeated(name: str, where: Where) -> RunSpec:
 def _split(command: Search | Compare) -> tuple[dict[tuple[str, ...], Any], dict[tuple[str, ...], Any]]:
     """Returns the options of the search or comparison itself, and those of its runs."""
     own, common = given(command.main), {**given(command.training), **given(command.thresholds)}
-    shared = own.keys() & {("trials_per_gpu",), ("target",)}
+    shared = own.keys() & {("gpus",), ("trials_per_gpu",), ("target",)}
     return own, common | {path: own.pop(path) for path in shared}
 
 

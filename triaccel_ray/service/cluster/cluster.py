@@ -27,6 +27,7 @@ from triaccel_ray.service.credentials import without_passwords
 from triaccel_ray.service.runs.environment import COMMIT_VARIABLE, commit_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.signals import as_interrupt, deferring_interrupt
+from triaccel_ray.service.units import counted
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -231,6 +232,28 @@ def require_gpu_to_share(address: str | None, spec: RunSpec) -> None:
             has_gpu, where = gpus_available(), "the cluster"
     rule = f"{where} has no GPU to share; leave it out: a machine without a GPU trains one trial at a time"
     require(has_gpu, "trials-per-gpu", spec.trials_per_gpu, rule)
+
+
+def require_enough_gpus(address: str | None, spec: RunSpec) -> None:
+    """Checks that a run on several GPUs, or processes on CPUs, finds as many, early enough not to use up a name.
+
+    On a cluster, `--device cuda` waits for GPUs, so none needs to be present.
+
+    Raises:
+        ValueError: this machine, or the cluster at `address`, has fewer.
+    """
+    if not spec.is_distributed or (address is not None and spec.device == "cuda"):
+        return
+    if address is None:
+        where, num_cpus, num_gpus = "this machine", os.cpu_count() or 1, torch.cuda.device_count()
+    else:
+        with cluster(address):
+            found = ray.cluster_resources()
+        where, num_cpus, num_gpus = "the cluster", int(found.get("CPU", 0)), int(found.get("GPU", 0))
+    uses_gpus = spec.device == "cuda" or (spec.device == "auto" and num_gpus > 0)
+    available = num_gpus if uses_gpus else num_cpus
+    kind = counted(num_gpus, "GPU") if uses_gpus else f"{counted(num_cpus, 'CPU')} for processes in place of GPUs"
+    require(spec.gpu_range[0] <= available, "gpus", spec.gpus, f"{where} has {kind}; give at most {available}")
 
 
 def require_reachable(address: str | None) -> None:

@@ -19,6 +19,7 @@ from triaccel_ray.service.cluster.cluster import (
     display_address,
     gpus_of_a_run,
     joined_address,
+    require_enough_gpus,
     require_gpu_to_share,
     require_reachable,
 )
@@ -171,6 +172,7 @@ def _prepare(spec: RunSpec, context: Context) -> tuple[Tracker, str]:
         require_unused(place)
     require_reachable(where.address)
     require_gpu_to_share(where.address, spec)
+    require_enough_gpus(where.address, spec)
     if where.address is None:
         require_budget(spec)
     tracker = open_tracker(where.storage_path, where.tracking_uri)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from triaccel_ray.config import check_fields, knob, require
-from triaccel_ray.service.runs.methods import FIXED, METHODS, PROBE, TUNE_BATCH
+from triaccel_ray.service.runs.methods import BASELINES, FIXED, METHODS, PROBE, TUNE_BATCH
 from triaccel_ray.service.runs.spec import RunSpec
 
 ABLATION: Mapping[str, str] = {
@@ -43,6 +43,9 @@ class ComparisonSpec:
         for method in self.methods:
             rule = f"must be one of {', '.join(known)}; --fixed N adds the best of N fixed settings"
             require(method in known, "method", method, rule)
+        alone = [method for method in self.all_methods if method in BASELINES]
+        rule = f"{', '.join(alone)} train in one process; leave it out, or give --methods without them"
+        require(not (alone and self.base.is_distributed), "gpus", self.base.gpus, rule)
 
     @property
     def table_1(self) -> tuple[str, ...]:

@@ -108,7 +108,8 @@ class BatchTuner(Worker):
                 raise
             detail = first_line(error)
             step_ms, num_steps = None, 0
-            faults = (Fault.out_of_memory(detail, step=loop.num_steps, phase="forward_backward", batch_size=size),)
+            kind, phase = FaultKind.OUT_OF_MEMORY, "forward_backward"
+            faults = (Fault(kind=kind, step=loop.num_steps, phase=phase, batch_size=size, detail=detail),)
         loop.memory.refresh_peaks()
         return Throughput(
             batch_size=size,

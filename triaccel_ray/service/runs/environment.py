@@ -87,7 +87,9 @@ def cap_memory_share(device: torch.device, num_sharing: int, budget_bytes: int |
     return part
 
 
-def start_record(spec: RunSpec, control: ControlConfig, device: torch.device, memory: MemoryMeter) -> Start:
+def start_record(
+    spec: RunSpec, control: ControlConfig, device: torch.device, memory: MemoryMeter, world_size: int = 1
+) -> Start:
     """Returns the first record of a run: its settings, the hardware and versions, and the limit of `memory`."""
     info = {"task": spec.task, "method": spec.method, "seed": str(spec.seed), "purpose": spec.purpose.value}
     if spec.trials_per_gpu > 1:
@@ -99,6 +101,7 @@ def start_record(spec: RunSpec, control: ControlConfig, device: torch.device, me
         parameters={
             **{f"recipe.{name}": value for name, value in encode(spec.recipe).items()},
             "memory_limit_bytes": memory.limit_bytes,
+            **({"gpus": spec.gpus, "world_size": world_size} if spec.is_distributed else {}),
         },
     )
 

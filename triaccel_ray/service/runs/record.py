@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
 from triaccel_ray.measure.score import BYTES_PER_GB, efficiency_score, mean_epoch_seconds
+from triaccel_ray.records.codec import decode
 from triaccel_ray.records.events import (
     End,
     Epoch,
@@ -24,7 +26,7 @@ from triaccel_ray.records.events import (
     read_events,
 )
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.failures import RESULTS, interruptions_in, quarantine_damaged_log, reporting_full_disk
+from triaccel_ray.service.failures import RESULTS, LogHistory, history_of, quarantine_damaged_log, reporting_full_disk
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import EVENTS, SPEC, read_value, write_value
@@ -116,10 +118,10 @@ def figures_of(
 def joules_after(last: Epoch | None, joules: float | None, spec: RunSpec) -> float | None:
     """Returns the run's joules after an epoch of `joules` that follows `last`; None if not all of them are known.
 
-    The counter is the GPU's, so that runs that share one have no energy of their own.
+    The counter is that of one GPU. So runs that share one have no energy of their own, nor have runs on several.
     """
     before = 0.0 if last is None else last.joules
-    if before is None or joules is None or spec.trials_per_gpu > 1:
+    if before is None or joules is None or spec.trials_per_gpu > 1 or spec.is_distributed:
         return None
     return before + joules
 
@@ -179,6 +181,14 @@ def read_spec(folder: Path) -> RunSpec:
     return read_value(RunSpec, folder / SPEC, "the run cannot be continued or reported without it")
 
 
+def is_spec_of(spec: RunSpec, saved: str) -> bool:
+    """Returns whether the spec in a checkpoint equals `spec`; fields that are missing in it have their defaults."""
+    try:
+        return decode(RunSpec, json.loads(saved)) == spec
+    except ValueError:  # a field that this version does not know
+        return False
+
+
 class RunLog:
     """The event log of a run that this process trains; several threads may append records.
 
@@ -198,19 +208,16 @@ class RunLog:
         """Whether the log is open; an ended log stays open until `close`."""
         return self._log is not None
 
-    def take_over(self) -> tuple[list[tuple[int, Interruption]], Interruption | None]:
-        """Sets a damaged log aside, and fences off a process that still writes it, which ends at its next record.
-
-        Returns the log's interruptions with their positions, and the one to record now; None if nothing had begun.
-        """
+    def take_over(self) -> LogHistory:
+        """Sets a damaged log aside, and fences off a process that still writes it, which ends at its next record."""
         path = self._folder / EVENTS
         damage = quarantine_damaged_log(path)
         if path.exists():
             with reporting_full_disk(self._folder):
                 EventLog(path, keep=None).close()
-        earlier, latest = interruptions_in(path)
+        history = history_of(path)
         damaged = Interruption(cause="damaged", message=damage, epoch=0)
-        return earlier, damaged if damage else latest
+        return replace(history, latest=damaged) if damage else history
 
     def open(self, *, keep: int = 0, checksum: int | None = None) -> None:
         """Opens the log, cut back to its first `keep` records as by `EventLog`, and writes the spec beside it."""

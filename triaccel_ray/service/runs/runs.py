@@ -10,6 +10,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -22,6 +23,7 @@ from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.records.events import End, LogError, TakenOverError
 from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, RunFailedError, StoreError, failed
+from triaccel_ray.service.runs.group import release_gpus
 from triaccel_ray.service.runs.record import end_run, read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
@@ -32,6 +34,9 @@ from triaccel_ray.service.storage.training_folder import editing_log
 
 _STOPS_ALL_TRIALS: Mapping[str, type[ValueError]] = {"disk_full": DiskFullError, "taken_over": TakenOverError}
 """Cause that stops all trials once one of them reports it -> the exception that `fit` then raises."""
+_TRIAL_OF_A_GROUP = tune.PlacementGroupFactory([{"node:__internal_head__": 0.001}])
+"""Resources of a trial whose ranks are in processes of their own. Tune demands some, and on the head node, which a
+cluster must not lose anyway, it outlives any machine whose GPUs train."""
 _AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN")
 _TUNE_SETTINGS = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a task's relative paths start at the command's folder
@@ -59,7 +64,8 @@ def run_all(
         return {}
     by_name = dict(specs)
     context = RunContext(place=root, spec_of=lambda config: by_name[config[NAME]], shared=shared)
-    config = tune.TuneConfig(reuse_actors=reuse_actors)
+    limits = [limit for spec in specs.values() if (limit := num_groups(spec, num_gpus)) is not None]
+    config = tune.TuneConfig(reuse_actors=reuse_actors, max_concurrent_trials=min(limits, default=None))
     results = fit(context, config, num_gpus=num_gpus, space={NAME: tune.grid_search(list(by_name))})
     failures = {name: _run_error(root / name, result) for name, result in results.items()}
     return {name: error for name, error in failures.items() if error is not None}
@@ -79,7 +85,12 @@ def fit(
         StoreError: the store cannot be reached.
         KeyboardInterrupt: the user interrupted the trials; they have ended their logs.
     """
-    reserved = {"cpu": cpus_of_a_run(num_gpus), "gpu": num_gpus}
+    context = replace(context, on_gpus=num_gpus > 0)
+    alone = tune.PlacementGroupFactory([{"CPU": cpus_of_a_run(num_gpus), "GPU": num_gpus}])
+
+    def reserved(trial: Mapping[str, Any]) -> tune.PlacementGroupFactory:
+        return _TRIAL_OF_A_GROUP if context.spec_of(trial).is_distributed else alone
+
     trainable = tune.with_resources(tune.with_parameters(RunTrial, context=context), reserved)
     trials = _TrialLog()
     with _quiet_tune(), TemporaryDirectory(prefix="triaccel-tune-", ignore_cleanup_errors=True) as folder:
@@ -104,12 +115,25 @@ def fit(
         except KeyboardInterrupt:
             for name in trials.begun:
                 _end_if_unfinished(context.place / name)
+                release_gpus(context.place / name)
             raise
     last = _last_results(context, trials.configs, results)
     # Reference cycles in Tune hold Ray handles. Freed by another thread during Ray's shutdown, they end the process.
     del tuner, results
     gc.collect()
     return last
+
+
+def num_groups(spec: RunSpec, num_gpus: float) -> int | None:
+    """Returns how many runs that are trained on several GPUs may run at a time; None for others.
+
+    Tune cannot tell: Ray Train reserves the GPUs of a group, and the trial itself none. An elastic group takes all that
+    it can use.
+    """
+    if not spec.is_distributed:
+        return None
+    available = int(ray.cluster_resources().get("GPU" if num_gpus > 0 else "CPU", 0))
+    return max(available // spec.gpu_range[1], 1)
 
 
 def _last_results(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from triaccel_ray.config import ControlConfig, LrRule, check_fields, in_bounds, 
 from triaccel_ray.decide.paper import paper_rules
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.service.runs.methods import BASELINES, METHODS
+from triaccel_ray.service.runs.methods import BASELINES, METHODS, TUNE_BATCH
 from triaccel_ray.trainables.registry import load_task
 from triaccel_ray.trainables.task import Purpose, Recipe, Task
 
@@ -49,6 +50,9 @@ class RunSpec:
     recurse or call by pointers. No effect on fp32 and amp, which hold what any other program would."""
     trials_per_gpu: int = knob(1, f"[1, {MAX_TRIALS_PER_GPU}]")
     """Runs that share a GPU. Each gets an equal part of its memory. Timings are marked, and energy is not measured."""
+    gpus: str = knob("1", unit="count or range")
+    """GPUs that train the run together, such as 4. A range, such as 2..8, is elastic: the run continues with as many as
+    there are. Without GPUs, as many processes on CPUs. The batch size is that of all together."""
     goal: Goal = field(default_factory=Goal)
     """The metric that the task is judged by."""
     target: float | None = knob(None, "(-inf, inf)")
@@ -64,6 +68,7 @@ class RunSpec:
         require(self.method in METHODS, "method", self.method, f"must be one of {', '.join(METHODS)}")
         rule = "a run on the CPU has no GPU to share; leave it out, or --device cpu"
         require(self.trials_per_gpu == 1 or self.device != "cpu", "trials-per-gpu", self.trials_per_gpu, rule)
+        self._check_gpus()
         if self.target is not None:
             bounds = "[0, 100]" if self.goal.unit == "%" else "(-inf, inf)" if self.goal.maximize else "[0, inf)"
             rule = f"no value that {self.goal.words} can have; give one in {bounds}"
@@ -73,6 +78,33 @@ class RunSpec:
         rule = "give a budget or a headroom, not both"
         both = self.memory_budget_bytes is not None and self.memory_headroom_bytes is not None
         require(not both, "memory headroom", self.memory_headroom_bytes, rule)
+
+    def _check_gpus(self) -> None:
+        match = re.fullmatch(r"(\d{1,4})(?:\.\.(\d{1,4}))?", self.gpus)
+        rule = "must be a number of at least 1, such as 4, or a range of such, such as 2..8"
+        is_range = match is not None and 1 <= int(match[1]) <= int(match[2] or match[1])
+        require(is_range, "gpus", self.gpus, rule)
+        if not self.is_distributed:
+            return
+        rule = "runs that share a GPU train on one each; give one of --gpus and --trials-per-gpu"
+        require(self.trials_per_gpu == 1, "gpus", self.gpus, rule)
+        one_process = (*BASELINES, TUNE_BATCH)
+        rule = f"method {self.method} trains in one process, as {', '.join(one_process)} do; leave it out"
+        require(self.method not in one_process, "gpus", self.gpus, rule)
+        least, most = self.method_control.batch.minimum, self.gpu_range[1]
+        rule = f"must be at least the number of GPUs, {most}: each has a sample of every whole batch"
+        require(least >= most, "batch minimum (batch_min)", least, rule)
+
+    @property
+    def gpu_range(self) -> tuple[int, int]:
+        """Fewest and most GPUs, or processes on CPUs, that train the run together."""
+        least, _, most = self.gpus.partition("..")
+        return int(least), int(most or least)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether a process group trains the run; an elastic one may shrink to one process."""
+        return self.gpu_range[1] > 1
 
     def load_task(self) -> Task:
         """Returns the task; raises as `registry.load_task`."""

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import gc
-import importlib
 import logging
-import os
-import pickle
-import threading
-import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,16 +15,27 @@ from ray import tune
 
 from triaccel_ray.measure.score import quality
 from triaccel_ray.records.events import End, LogError, TakenOverError
-from triaccel_ray.service.failures import RESULTS, DiskFullError, StoreError, cause_of, failed, write_traceback
+from triaccel_ray.service.failures import (
+    RESULTS,
+    DiskFullError,
+    StoreError,
+    cause_of,
+    failed,
+    picklable,
+    write_traceback,
+)
 from triaccel_ray.service.runs.batch_tuner import BatchTuner
+from triaccel_ray.service.runs.group import Group, GroupJob
 from triaccel_ray.service.runs.methods import TUNE_BATCH
 from triaccel_ray.service.runs.objective import Figures, Objective, grace_epochs
+from triaccel_ray.service.runs.processes import end_with_parent, preload
 from triaccel_ray.service.runs.record import end_run, read_if_begun
+from triaccel_ray.service.runs.saving import SavingPolicy
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.service.storage.training_folder import TrainingFolder
+from triaccel_ray.service.storage.training_folder import TrainingFolder, editing_log
 
 _logger = logging.getLogger(__name__)
 
@@ -44,11 +47,6 @@ FINISHED = "finished"
 """Key of a result: whether the trial ended by itself, after its last epoch or with a failure."""
 FAILED_OBJECTIVE = -1e9
 """Objective of a configuration that diverged or did not fit in memory: below that of any other."""
-SAVING_SHARE = 0.05
-"""Largest share of the time spent on checkpoints; the last checkpoint is always written."""
-NEGLIGIBLE_S = 0.25
-"""If writing a checkpoint takes at most this many seconds, one is written after every epoch."""
-_PARENT_INTERVAL_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,27 +62,33 @@ class RunContext:
     alone."""
     shared: SharedSplits | None = None
     """The samples; None if each trial reads them itself."""
+    on_gpus: bool = False
+    """Whether the ranks of a run on several GPUs have one each; else they are processes on CPUs."""
 
 
 class RunTrial(tune.Trainable):
     """One run as a trial; each step trains one epoch, or times one batch size.
 
+    It trains in this process, or on several GPUs in a group of others.
     Epochs already in the log, from a lost process or an interrupted search, are reported from there. So scheduler and
     sampler see every epoch, and no epoch that a checkpoint holds is trained twice.
     """
 
     _worker: Worker | None = None
-    _saved_at, _saving_s = 0.0, 0.0
+    _group: Group | None = None
+    _epoch = 0
+    """The last epoch of the run that was trained here."""
     _unreported: deque[dict[str, Any]] | None
     """Results from the log still to be reported to Tune; None before the first step."""
 
     def setup(self, config: dict[str, Any], context: RunContext) -> None:  # type: ignore[override]  # with_parameters
         """Stores the spec of the run; the first step that trains builds its worker."""
-        self._context = context
-        if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
-            _end_with_parent()
-            _preload()
+        self._context, self._saving = context, SavingPolicy()
         self._configure(config)
+        if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
+            end_with_parent()
+            if not self._spec.is_distributed:
+                preload()
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Switches the actor to another configuration; it keeps its CUDA context."""
@@ -110,6 +114,9 @@ class RunTrial(tune.Trainable):
     def cleanup(self) -> None:
         """Ends the run's log and frees its memory."""
         worker, self._worker = self._worker, None
+        group, self._group = self._group, None
+        if group is not None:
+            group.stop()
         # A full disk or a takeover has been reported already, and need not be in the log.
         if worker is not None:
             with contextlib.suppress(DiskFullError, TakenOverError):
@@ -121,9 +128,10 @@ class RunTrial(tune.Trainable):
 
     def _configure(self, config: dict[str, Any]) -> None:
         self._spec = self._context.spec_of(config)
-        self._folder = TrainingFolder(self._context.place / config.get(NAME, self.trial_id))
+        self._place = self._context.place / config.get(NAME, self.trial_id)
+        self._folder = TrainingFolder(self._place)
         self._has_ended, self._is_log_lost = config.get(ENDED, False), False
-        self._unreported = None
+        self._unreported, self._epoch = None, 0
 
     def _results_in_log(self, folder: Path) -> list[dict[str, Any]]:
         """Returns the results of the epochs in the folder's log; the last is marked done if the trial has ended."""
@@ -146,6 +154,8 @@ class RunTrial(tune.Trainable):
         return results
 
     def _train(self) -> dict[str, Any]:
+        if self._spec.is_distributed:
+            return self._train_together()
         worker, shared = self._worker, self._context.shared
         if worker is None:
             splits = None if shared is None else shared.get()
@@ -155,19 +165,24 @@ class RunTrial(tune.Trainable):
             self._folder.push_soon()
         if not worker.finished:
             worker.advance()
-            began = time.monotonic()
-            interval_s = began - self._saved_at + self._saving_s
-            if worker.finished or self._saving_s <= max(NEGLIGIBLE_S, SAVING_SHARE * interval_s):
-                worker.checkpoint()
-                self._saved_at = time.monotonic()
-                self._saving_s = self._saved_at - began
-        result = self._result(worker.loop.sampler.epoch, worker.figures)
+            self._saving.after_epoch(worker)
+        self._epoch = worker.loop.sampler.epoch
+        result = self._result(self._epoch, worker.figures)
         result["done"] = result[FINISHED] = worker.finished
         if worker.finished:
             worker.finish()
             self._folder.close()
         self._folder.push_soon()
         return result
+
+    def _train_together(self) -> dict[str, Any]:
+        if self._group is None:
+            context, place = self._context, self._place
+            self._group = Group(GroupJob(spec=self._spec, place=place, on_gpus=context.on_gpus, shared=context.shared))
+        progress = self._group.next_progress()
+        self._epoch = progress.epoch
+        finished = progress.finished
+        return {**self._result(progress.epoch, progress.figures), "done": finished, FINISHED: finished}
 
     def _result(self, epoch: int, figures: Figures | None) -> dict[str, Any]:
         result: dict[str, Any] = {"epoch": epoch, "done": False, FINISHED: False}
@@ -190,27 +205,36 @@ class RunTrial(tune.Trainable):
         In a search a bug is raised, so that Tune does not reuse the process. The trial that Tune starts in its place
         finds the failure in the log, and trains nothing.
         """
-        cause, worker = cause_of(error), self._worker
-        last = None if worker is None else worker.last
-        result = _failed_result(0 if last is None else last.epoch, cause, str(error))
+        cause, worker, group = cause_of(error), self._worker, self._group
+        result = _failed_result(self._epoch, cause, str(error))
         if isinstance(error, DiskFullError | TakenOverError):
             self._is_log_lost = True
             return result
         is_in_search = self._context.objective is not None
-        has_begun = worker is not None and worker.log.is_open
+        has_begun = group.has_begun if group is not None else worker is not None and worker.log.is_open
         is_refused = not is_in_search and cause == "bug" and not has_begun
         if not is_refused:  # invalid input must not use up the run's name
-            if worker is None or not has_begun:
+            if group is not None:
+                self._log_failure_of_group(error, has_begun=has_begun)
+            elif worker is None or not has_begun:
                 write_traceback(self._folder.path, error)
                 end_run(self._folder.path, self._spec, failed(error))
             elif not worker.log.ended:
                 worker.fail(error)
             self._upload()
         if not is_in_search:
-            return {**result, "error": _picklable(error), "is_refused": is_refused}
+            return {**result, "error": picklable(error) if group is None else error, "is_refused": is_refused}
         if cause not in RESULTS:
             raise error
         return result
+
+    def _log_failure_of_group(self, error: Exception, *, has_begun: bool) -> None:
+        """Ends the log of a run whose ranks have ended, unless rank 0 has done so."""
+        with editing_log(self._place) as folder:
+            run = read_if_begun(folder)
+            write_traceback(folder, error)
+            if run is None or run.end is None or not has_begun:
+                end_run(folder, self._spec, failed(error))
 
     def _upload(self) -> None:
         """Uploads everything to the store; a failure is only logged, so that the actor can report or start a run."""
@@ -236,43 +260,3 @@ def reopen(folder: Path) -> None:
         run = read_if_begun(folder)
         if run is not None and run.end is not None and run.end.status == "failed" and not run.has_outcome:
             end_run(folder, None, replace(run.end, status="stopped"))
-
-
-def _picklable(error: Exception) -> Exception:
-    """Returns `error` with its traceback as a note; if it cannot be pickled, a RuntimeError with the same message."""
-    error.add_note(f"raised in the run's own process:\n{''.join(traceback.format_exception(error))}")
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # unpickling may raise anything
-        substitute = RuntimeError(f"{type(error).__name__}: {error}")
-        substitute.__notes__ = error.__notes__
-        return substitute
-    return error
-
-
-def _end_with_parent() -> None:
-    """Starts a watchdog that ends this process soon after its parent, the machine's raylet.
-
-    Ray 2.60 leaves an actor running when its raylet is lost. The run resumes in another process, which may be on this
-    machine and need its GPU.
-    """
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_PARENT_INTERVAL_S)
-        os._exit(1)  # skips cleanup, which could block: checkpoints and records are always whole
-
-    threading.Thread(target=watch, name="parent-watchdog", daemon=True).start()
-
-
-def _preload() -> None:
-    """Imports what the first trial would import, and exempts all loaded objects from garbage collection.
-
-    A trial collects garbage when it begins and ends, so that the next one's memory is measured from zero. Scanning the
-    libraries' 440,000 objects takes 0.3 s each time, scanning a trial's own a millisecond.
-    """
-    importlib.import_module("torch._dynamo")  # which a fused optimizer imports
-    gc.collect()
-    gc.freeze()
-    atexit.register(gc.unfreeze)  # else modules that count leaked objects would report them all

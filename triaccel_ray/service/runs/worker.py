@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import require
 from triaccel_ray.cuda.allocator import use_lean_memory
 from triaccel_ray.data.sources import DataSource
+from triaccel_ray.distributed.ranks import LostRankError, Ranks
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.score import BYTES_PER_GB, EpochTimes, efficiency_score
 from triaccel_ray.model.dry_run import forbidding_exit, users_lines
@@ -31,12 +33,13 @@ from triaccel_ray.service.failures import (
     failed,
     keep_replaced,
     reporting_full_disk,
+    require_finite_result,
     write_traceback,
 )
 from triaccel_ray.service.runs.building import build_loop, fitted_control, samples_of, seed_everything
 from triaccel_ray.service.runs.environment import cap_memory_share, start_record
 from triaccel_ray.service.runs.objective import Figures
-from triaccel_ray.service.runs.record import JOULES, ONE_VIEW, RunLog, figures_of, joules_after
+from triaccel_ray.service.runs.record import JOULES, ONE_VIEW, RunLog, figures_of, is_spec_of, joules_after
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trained_model import TrainedModel
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED
@@ -63,6 +66,7 @@ class Worker:
         if self.device.type == "cpu":
             torch.set_num_threads(1)  # waiting for threads on busy cores costs more than they gain
         seed_everything(spec.seed)
+        self.ranks = Ranks.found()
         self._task = spec.load_task()
         rule = f"the run is judged by {spec.goal.name}: begin a new one"
         require(self._task.goal == spec.goal, "objective of the task", self._task.objective, rule)
@@ -94,7 +98,7 @@ class Worker:
         Raises:
             CheckpointError: the checkpoint belongs to a run with other settings, or another version has written it.
         """
-        earlier, latest = self.log.take_over()
+        history = self.log.take_over()
         for torn in self.folder.glob(".*.pt.*.partial"):
             torn.unlink()  # left by a process that was lost while it wrote
         notes: list[str] = []
@@ -104,23 +108,25 @@ class Worker:
                 num_kept, damage = self._restore(path)
                 if damage:
                     notes.append(damage)
+        self.ranks.share(None)
+        if self.ranks.any(num_kept is None and bool(notes)):
+            self._rebuild_loop()
         if num_kept is None:
-            if notes:
-                self._drop_loop()  # first: its memory would count as the next one's
-                self.loop = self._build_loop()
             if keep_replaced(self.folder / EVENTS):
                 notes.append(f"no checkpoint can be read, and what was recorded is in {REPLACED}")
             self.log.open()
-            self.log.append(start_record(self.spec, self._control, self.device, self.loop.memory))
+            world_size, memory = self.ranks.world_size, self.loop.memory
+            self.log.append(start_record(self.spec, self._control, self.device, memory, world_size))
         (self.folder / ERROR).unlink(missing_ok=True)  # an interruption is about to be recorded in its place
-        for index, record in earlier:
+        for index, record in history.interruptions:
             if index >= (num_kept or 1):  # cut off with the records after the checkpoint
                 self.log.append(record)
-        epoch = self.loop.sampler.epoch
-        if latest is not None:
-            goes_on = f"goes on after epoch {epoch}" if epoch else "begins again"
-            self.log.append(replace(latest, message="; ".join([latest.message, goes_on, *notes]), epoch=epoch))
-        return epoch
+        interruption = history.interruption(num_kept or 1, world_size=self.ranks.world_size)
+        if interruption is not None:
+            goes_on = f"goes on after epoch {epoch}" if (epoch := self.loop.sampler.epoch) else "begins again"
+            message = "; ".join([interruption.message, goes_on, *notes])
+            self.log.append(replace(interruption, message=message, epoch=epoch))
+        return self.loop.sampler.epoch
 
     def advance(self) -> None:
         """Does the next part of the work, an epoch; raises as `train_epoch`."""
@@ -232,6 +238,7 @@ class Worker:
             DiskFullError: there is no room; the previous checkpoint stays.
             TakenOverError: another process has taken over the run; likewise.
         """
+        loop = self.loop.state_dict()  # a collective, if ranks share the optimizer
         # On the disk: a checkpoint must never count records that a power cut can lose. It does not count an end record
         # that is written from here on.
         synced = self.log.synced()
@@ -240,7 +247,7 @@ class Worker:
         num_records, checksum = synced
         state = {
             "spec": json.dumps(encode(self.spec)),
-            "loop": self.loop.state_dict(),
+            "loop": loop,
             "num_records": num_records,
             "log_checksum": checksum,
             "epoch_times": self._times.state_dict(),
@@ -266,27 +273,25 @@ class Worker:
             raise  # it is not damaged, so the run must not start over
         except CheckpointError as error:
             return None, str(error)
-        if not self._is_own(state["spec"]):
+        if not is_spec_of(self.spec, state["spec"]):
             raise CheckpointError(f"checkpoint {path} belongs to a run with other settings: resume that one instead")
+        if not self.ranks.is_alone:  # other machines may lack the file
+            self.ranks.share(path.read_bytes())
         try:
-            self.loop.load_state_dict(state["loop"])
+            self._load(state)
             # Last, because it cuts the log back: a state that does not fit must not lose records.
             self.log.open(keep=state["num_records"], checksum=state["log_checksum"])
         except (LogError, RuntimeError, ValueError, KeyError) as error:
             if cause_of(error) != "bug":  # no room on the disk or the device: the checkpoint is intact
                 raise
             return None, f"checkpoint {path} does not fit its run: {error}"
-        self._times.load_state_dict(state["epoch_times"])
-        self.last = None if state["last"] is None else decode(Epoch, state["last"])
         self._trained_model.load_state_dict(state.get("trained_model"), self.loop.model)
         return state["num_records"], ""
 
-    def _is_own(self, spec: str) -> bool:
-        """Returns whether a checkpoint's spec equals this run's; fields that are missing in it have their defaults."""
-        try:
-            return decode(RunSpec, json.loads(spec)) == self.spec
-        except ValueError:  # a field that this version does not know
-            return False
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self.loop.load_state_dict(state["loop"])
+        self._times.load_state_dict(state["epoch_times"])
+        self.last = None if state["last"] is None else decode(Epoch, state["last"])
 
     def _build_loop(self) -> ControlLoop | BaselineLoop:
         return build_loop(
@@ -298,6 +303,11 @@ class Worker:
             budget_bytes=self._budget_bytes,
             on_tick=self.log.append,
         )
+
+    def _rebuild_loop(self) -> None:
+        self._drop_loop()  # first: its memory would count as the next one's
+        self.loop = self._build_loop()
+        self._times, self.last = EpochTimes(), None
 
     def _drop_loop(self) -> None:
         """Frees the memory of model, optimizer and captured steps."""
@@ -317,24 +327,15 @@ class Worker:
         try:
             with forbidding_exit():
                 yield
-        except (DiskFullError, TakenOverError):
-            raise  # no room for an end record either, or the log belongs to another process
+        except (DiskFullError, TakenOverError, LostRankError):
+            raise  # no room for an end record, the log belongs to another process, or the run goes on in a new group
         except Exception as error:
             self.fail(error)
             raise
 
     def _evaluate(self, samples: DataSource) -> Evaluation:
         evaluation = self.loop.evaluate(samples, self._task.metrics, is_last=self.finished)
-        # An overflow may have reached a norm's running statistics. A non-finite loss alone may be intended by the task.
-        tensors = (*self.loop.model.parameters(), *self.loop.model.buffers())
-        if not math.isfinite(evaluation.loss) and not all(tensor.isfinite().all() for tensor in tensors):
-            raise NonFiniteLossError(
-                f"the loss on held-out samples is {evaluation.loss}, and the model holds NaN or infinite values"
-                f"{self._way_out()}"
-            )
-        name = self.spec.goal.name
-        if not math.isfinite(evaluation.metrics.get(name, 0.0)):
-            raise NonFiniteLossError(f"{name} of held-out samples is {evaluation.metrics[name]}{self._way_out()}")
+        require_finite_result(evaluation, self.loop.model, self.spec.goal, self._way_out())
         self._one_view = evaluation.one_view
         return evaluation
 

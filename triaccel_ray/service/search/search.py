@@ -22,7 +22,7 @@ from triaccel_ray.search_spaces.tuned import Result, TunedThresholds
 from triaccel_ray.service.cli.options import repeat_command
 from triaccel_ray.service.runs.objective import Objective, grace_epochs
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun, read_run
-from triaccel_ray.service.runs.runs import fit, run_all
+from triaccel_ray.service.runs.runs import fit, num_groups, run_all
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trial import RunContext, reopen
@@ -92,7 +92,7 @@ def prepare(spec: SearchSpec, place: StoragePath, *, num_gpus: float, shared: Sh
     path, baselines, base = place.folder / PREPARED, place / BASELINES, spec.base
     if path.exists():
         return read_value(Prepared, path, _WAY_OUT)
-    specs = {"fp32": replace(base, method="fp32"), "amp": replace(base, method="amp")}
+    specs = {name: replace(base, method=name, gpus=RunSpec.gpus) for name in ("fp32", "amp")}
     if spec.space == "thresholds":
         epochs = min(math.ceil(base.recipe.epochs / 2), PROBE_EPOCHS)
         specs["probe"] = replace(base, method="probe", recipe=replace(base.recipe, epochs=epochs))
@@ -169,7 +169,11 @@ def tune_trials(
             on_journaled=partial(upload, place, [JOURNAL]),
         )
         config = tune.TuneConfig(
-            search_alg=suggestions, scheduler=scheduler, num_samples=spec.num_trials, reuse_actors=True
+            search_alg=suggestions,
+            scheduler=scheduler,
+            num_samples=spec.num_trials,
+            reuse_actors=True,
+            max_concurrent_trials=num_groups(base, num_gpus),
         )
         fit(context, config, num_gpus=num_gpus)
     pull_run(trials)

@@ -1,0 +1,112 @@
+"""Runs on several GPUs, here gloo processes on CPUs, that Ray Train starts, on a real Ray."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+from torch import Tensor
+
+from tests.service.runs.several import NUM_SAMPLES, Several, samples_of_epochs, several_spec, told
+from tests.service.waiting import wait_until
+from triaccel_ray.service.failures import RunFailedError
+from triaccel_ray.service.runs.record import read_run
+from triaccel_ray.service.runs.runs import run_all
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.storage.layout import ERROR, EVENTS
+from triaccel_ray.service.storage.storage_path import StoragePath
+from triaccel_ray.trainables.task import Recipe
+
+pytestmark = pytest.mark.usefixtures("own_ray")
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+class WrongOnRank1(Several):
+    """Has a mistake on one rank, in a place where ranks do not agree on errors."""
+
+    def optimizer(self, model: Any, recipe: Recipe) -> torch.optim.Optimizer:
+        if rank() == 1:
+            raise KeyError("only here")
+        return super().optimizer(model, recipe)
+
+
+class LateOnRank1(Several):
+    """Fails on one rank while it trains."""
+
+    def loss(self, outputs: Tensor, targets: Tensor, recipe: Recipe) -> Tensor:
+        if rank() == 1 and (self.data_dir is not None) and len(list(self.data_dir.glob("run/checkpoint.pt"))):
+            raise KeyError("a mistake in the loss")
+        return super().loss(outputs, targets, recipe)
+
+
+class Diverging(Several):
+    def loss(self, outputs: Tensor, targets: Tensor, recipe: Recipe) -> Tensor:
+        return super().loss(outputs, targets, recipe) * float("nan")
+
+
+def outcome(spec: RunSpec, folder: Path) -> Exception | None:
+    return run_all({"run": spec}, StoragePath(str(folder)), num_gpus=0).get("run")
+
+
+def ranks_alive() -> list[int]:
+    """Ids of the processes of all ranks on this machine."""
+    found = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"]]
+    return [each.pid for each in found if "ray::RayTrainWorker" in each.info["cmdline"][0]]
+
+
+def assert_gone() -> None:
+    """Checks that no rank is left, and that nothing is reserved any more."""
+    wait_until(lambda: not ranks_alive(), say=ranks_alive)
+    wait_until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
+
+
+def test_a_group_trains_as_one_process_does(tmp_path: Path) -> None:
+    assert outcome(several_spec(gpus="1"), tmp_path / "one") is None
+    spec = several_spec(data_dir=str(tmp_path), keep="last")
+    assert outcome(spec, tmp_path / "two") is None
+    (plans, figures), (other_plans, other_figures) = told(tmp_path / "one" / "run"), told(tmp_path / "two" / "run")
+    assert plans == other_plans
+    assert figures == pytest.approx(other_figures, rel=1e-4, abs=1e-9)
+    assert samples_of_epochs(tmp_path) == {epoch: list(range(NUM_SAMPLES)) for epoch in range(3)}
+    run = read_run(tmp_path / "two" / "run")
+    assert (run.status, run.interruptions, run.start.parameters["world_size"]) == ("finished", (), 2)
+    assert (run.folder / "model.pt").exists()
+    assert_gone()
+
+
+@pytest.mark.parametrize(
+    ("task", "cause", "text", "epochs"),
+    [
+        ("LateOnRank1", "bug", "KeyError: 'a mistake in the loss'", [1]),
+        ("Diverging", "non_finite", "NonFiniteLossError: the training loss of epoch 1 is nan", []),
+    ],
+)
+def test_a_failure_of_a_configuration_ends_the_run_at_once(
+    tmp_path: Path, task: str, cause: str, text: str, epochs: list[int]
+) -> None:
+    error = outcome(several_spec(f"{__name__}:{task}", data_dir=str(tmp_path)), tmp_path)
+    assert isinstance(error, RunFailedError)
+    assert error.cause == cause
+    run = read_run(tmp_path / "run")
+    assert (run.status, run.interruptions) == (f"failed ({cause})", ())  # no attempt after the first
+    assert run.end is not None
+    assert text in run.end.message
+    assert [epoch.epoch for epoch in run.epochs] == epochs
+    assert text.rpartition(" is nan")[0].rpartition(": ")[2] in (run.folder / ERROR).read_text()
+    assert_gone()
+
+
+def test_an_error_of_one_rank_before_training_leaves_no_run(tmp_path: Path) -> None:
+    error = outcome(several_spec(f"{__name__}:WrongOnRank1"), tmp_path)
+    assert not isinstance(error, RunFailedError)
+    assert "only here" in str(error)
+    assert not (tmp_path / "run" / EVENTS).exists()
+    assert_gone()

@@ -1,0 +1,219 @@
+"""A run on several GPUs: Ray Train places and restarts a group of ranks, which train the same loop."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import ray
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put  # no public way to note a value in the GCS
+from ray.util.placement_group import get_current_placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from triaccel_ray.apply.agreement import PeerError
+from triaccel_ray.cuda.out_of_memory import first_line
+from triaccel_ray.distributed.ranks import LostRankError, Ranks
+from triaccel_ray.service.failures import MAX_LOSSES, PreemptedError, picklable
+from triaccel_ray.service.runs.follower import Follower
+from triaccel_ray.service.runs.mailbox import Mailbox, Progress
+from triaccel_ray.service.runs.processes import end_with_parent
+from triaccel_ray.service.runs.rank_failures import EndOnFailure, RankFailedError
+from triaccel_ray.service.runs.saving import SavingPolicy
+from triaccel_ray.service.runs.shared_data import SharedSplits
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.worker import Worker
+from triaccel_ray.service.storage.storage_path import StoragePath
+from triaccel_ray.service.storage.training_folder import TrainingFolder
+
+RESIZE_INTERVAL_S = 10.0
+"""An elastic group looks for more GPUs this often. Ray Train learns of new machines every 20 s."""
+_STOP_S = 60.0
+"""Longest time for the ranks to end when they are asked to."""
+_RAY_TRAIN = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a lost rank is noticed after 2 s otherwise
+    # Ray Train learns of a lost machine after up to 20 s, and may wait for its GPUs until then. It retries for ever.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process more, for notices that nothing here acts on
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a task's relative paths start at the command's folder
+}
+_RANKS_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0"}
+"""NVLink multicast stays off: it fails on machines whose GPUs are partitioned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupJob:
+    """What every rank needs to train a run."""
+
+    spec: RunSpec
+    place: StoragePath
+    on_gpus: bool
+    shared: SharedSplits | None
+
+
+class Group:
+    """The ranks of one run, as its trial sees them; a thread waits for Ray Train meanwhile."""
+
+    def __init__(self, job: GroupJob) -> None:
+        """Starts the ranks."""
+        release_gpus(job.place)  # of a group whose trial was lost
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._mailbox: Any = ray.remote(Mailbox).options(num_cpus=0, scheduling_strategy=here).remote()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._fit, args=(job,), name="ray-train", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run's log has been opened."""
+        has_begun: bool = ray.get(self._mailbox.has_begun.remote())
+        return has_begun
+
+    def next_progress(self) -> Progress:
+        """Has the ranks train one epoch, and returns how far the run is; an epoch that was reported is not again.
+
+        Raises:
+            PreemptedError: processes were lost too often.
+            Exception: what a rank has raised.
+        """
+        progress: Progress | None = ray.get(self._mailbox.next.remote())
+        if progress is not None:
+            return progress
+        self._thread.join()
+        assert self._error is not None  # without one, the run has finished
+        raise _cause_of_end(self._error)
+
+    def stop(self) -> None:
+        """Ends the ranks before their next epoch, and returns when they are gone.
+
+        If they do not end, this process does, and Ray ends what it has started.
+        """
+        ray.get(self._mailbox.stop.remote())
+        self._thread.join(_STOP_S)
+        if self._thread.is_alive():
+            os._exit(1)
+        ray.kill(self._mailbox)
+
+    def _fit(self, job: GroupJob) -> None:
+        from ray.train.torch import TorchTrainer
+        from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+
+        os.environ.update(_RAY_TRAIN)
+        least, most = job.spec.gpu_range
+        resources = {"CPU": 1.0, "GPU": 1.0} if job.on_gpus else {"CPU": 1.0}
+        with TemporaryDirectory(prefix="triaccel-train-", ignore_cleanup_errors=True) as folder:
+            trainer = TorchTrainer(
+                functools.partial(train_rank, job, self._mailbox),
+                scaling_config=ScalingConfig(
+                    num_workers=most if least == most else (least, most),
+                    use_gpu=job.on_gpus,
+                    resources_per_worker=resources,
+                    elastic_resize_monitor_interval_s=RESIZE_INTERVAL_S,
+                ),
+                run_config=RunConfig(  # type: ignore[arg-type]  # `TorchTrainer` declares the class of an older API
+                    name="group",
+                    storage_path=folder,  # nothing of the run: its ranks write their own checkpoints
+                    failure_config=FailureConfig(max_failures=MAX_LOSSES),
+                    callbacks=[EndOnFailure()],
+                    worker_runtime_env={"env_vars": _RANKS_ENVIRONMENT},
+                    logging_config=LoggingConfig(log_level="CRITICAL"),
+                ),
+            )
+            try:
+                trainer.fit()
+            except Exception as error:  # raised by `next_progress`, in the trial's own thread
+                self._error = error
+        ray.get(self._mailbox.end.remote())
+
+
+def train_rank(job: GroupJob, mailbox: Any) -> None:
+    """Trains the run on one rank of the initialized process group.
+
+    Raises:
+        LostRankError: another rank was lost; Ray Train begins again with a new group.
+        RankFailedError: this rank has failed by itself, which ends the run.
+    """
+    end_with_parent()
+    try:
+        if ray.train.get_context().get_world_rank() == 0:
+            _internal_kv_put(_key_of(job.place), pickle.dumps(get_current_placement_group()), overwrite=True)
+        with _training(job) as (worker, folder):
+            _train(worker, folder, mailbox)
+    except LostRankError:
+        raise
+    except Exception as error:
+        told = picklable(error)
+        raise RankFailedError(str(told)[:500], pickle.dumps(told), isinstance(error, PeerError)) from None
+
+
+@contextlib.contextmanager
+def _training(job: GroupJob) -> Iterator[tuple[Worker, TrainingFolder]]:
+    """Yields the rank's worker and the run's folder, which rank 0 alone writes and uploads."""
+    folder = TrainingFolder(job.place)
+    with contextlib.ExitStack() as stack:
+        splits = None if job.shared is None else job.shared.get()
+        if Ranks.found().rank == 0:
+            stack.callback(folder.close)
+            folder.open()
+            worker = Worker(job.spec, folder.path, splits)
+        else:
+            worker = Follower(replace(job.spec, keep=None), folder.path, splits)
+        stack.callback(worker.close)
+        yield worker, folder
+
+
+def _train(worker: Worker, folder: TrainingFolder, mailbox: Any) -> None:
+    """Trains epochs while the trial wants more, and finishes the run after the last one."""
+    ranks, saving = Ranks.found(), SavingPolicy()
+    leads = ranks.rank == 0
+    worker.resume()
+    if leads:
+        folder.push_soon()
+        ray.get(mailbox.begin.remote())
+    while not ranks.any(leads and not ray.get(mailbox.may_train.remote())):
+        if not worker.finished:
+            worker.advance()
+            saving.after_epoch(worker)
+        finished = worker.finished
+        if finished:
+            worker.finish()
+        if leads:
+            folder.close() if finished else folder.push_soon()
+            progress = Progress(epoch=worker.loop.sampler.epoch, figures=worker.figures, finished=finished)
+            ray.get(mailbox.report.remote(progress))
+        if finished:
+            return
+    worker.stop()
+
+
+def _cause_of_end(error: Exception) -> Exception:
+    """Returns what ended the group, without Ray Train's wrapper."""
+    from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
+
+    if isinstance(error, WorkerGroupError):
+        last = next(iter(error.worker_failures.values()))
+        return PreemptedError(f"a process was lost {MAX_LOSSES + 1} times, the last time so: {first_line(last)}")
+    cause = error.controller_failure if isinstance(error, ControllerError) else error
+    return pickle.loads(cause.pickled) if isinstance(cause, RankFailedError) else cause
+
+
+def release_gpus(place: StoragePath) -> None:
+    """Releases what the group of the run at `place` has reserved, if its trial was killed.
+
+    Ray 2.60 ends its processes, but keeps their placement group until the job ends. Ray Train's cleaner needs the
+    dashboard to notice the loss, and a Ray that starts for one command has none.
+    """
+    found = _internal_kv_get(_key_of(place))
+    if found:
+        remove_placement_group(pickle.loads(found))
+
+
+def _key_of(place: StoragePath) -> bytes:
+    """Returns the key in the cluster's key-value store under which the run's placement group is noted."""
+    return f"triaccel-ray group of {place}".encode()

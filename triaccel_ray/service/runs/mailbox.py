@@ -1,0 +1,69 @@
+"""Messages between the trial of a run and its group of ranks; light to import, for an actor that does nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from triaccel_ray.service.runs.objective import Figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is, after an epoch."""
+
+    epoch: int
+    figures: Figures | None
+    finished: bool
+
+
+class Mailbox:
+    """An actor beside the trial: takes progress from rank 0, and tells it when the trial wants the next epoch.
+
+    So no epoch is trained before the scheduler has decided on the one before. Calls say nothing of an attempt: ranks
+    that are lost, and others in their place, may call at any time.
+    """
+
+    def __init__(self) -> None:
+        self._progress: asyncio.Queue[Progress | None] = asyncio.Queue()
+        self._changed = asyncio.Condition()
+        self._is_wanted = self._is_stopped = self._has_begun = False
+        self._epoch = 0
+        """The last epoch reported."""
+
+    async def begin(self) -> None:
+        """By rank 0: the run's log is open."""
+        self._has_begun = True
+
+    async def may_train(self) -> bool:
+        """By rank 0, before an epoch: waits until the trial wants one; returns False if it wants no more."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_wanted or self._is_stopped)
+        return not self._is_stopped
+
+    async def report(self, progress: Progress) -> None:
+        """By rank 0: hands progress to the trial, unless it knows the epoch from before a loss."""
+        if progress.epoch > self._epoch or progress.finished:
+            self._epoch, self._is_wanted = progress.epoch, False
+            await self._progress.put(progress)
+
+    async def end(self) -> None:
+        """By the trial: the group has ended, so nothing more comes."""
+        await self._progress.put(None)
+
+    async def next(self) -> Progress | None:
+        """By the trial: has one epoch trained, and returns its progress; None if the group has ended."""
+        async with self._changed:
+            self._is_wanted = True
+            self._changed.notify_all()
+        return await self._progress.get()
+
+    async def stop(self) -> None:
+        """By the trial: has the ranks end before the next epoch."""
+        async with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    async def has_begun(self) -> bool:
+        """Returns whether the run's log has been opened."""
+        return self._has_begun

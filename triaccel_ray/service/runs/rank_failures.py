@@ -1,0 +1,30 @@
+"""Failures of ranks, as Ray Train's controller sees them; light to import, since it is a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray.train import UserCallback
+
+
+class RankFailedError(RuntimeError):
+    """A rank has failed by itself, so that another attempt would fail again."""
+
+    def __init__(self, message: str, pickled: bytes, is_peer: bool) -> None:
+        """Takes the exception pickled: Ray's processes need not import the user's code.
+
+        `is_peer` says that it only repeats what another rank has raised.
+        """
+        super().__init__(message, pickled, is_peer)
+        self.pickled, self.is_peer = pickled, is_peer
+
+
+class EndOnFailure(UserCallback):
+    """Ends the group when a rank has failed by itself. Ray Train 2.60 would retry any exception of a rank."""
+
+    def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
+        """Raises what a rank has raised, which ends the run; returns if a process was lost, which Ray Train retries."""
+        failed = [error for error in worker_exceptions.values() if isinstance(error, RankFailedError)]
+        if failed and len(failed) == len(worker_exceptions):
+            raise min(failed, key=lambda error: error.is_peer)
