@@ -44,7 +44,7 @@ _RAY_TRAIN = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a task's relative paths start at the command's folder
 }
 _RANKS_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0"}
-"""NVLink multicast stays off: it fails on machines whose GPUs are partitioned."""
+"""NVLink multicast stays off: where its service is missing, NCCL fails instead of doing without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,35 +101,38 @@ class Group:
         ray.kill(self._mailbox)
 
     def _fit(self, job: GroupJob) -> None:
-        from ray.train.torch import TorchTrainer
-        from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
-
-        os.environ.update(_RAY_TRAIN)
-        least, most = job.spec.gpu_range
-        resources = {"CPU": 1.0, "GPU": 1.0} if job.on_gpus else {"CPU": 1.0}
-        with TemporaryDirectory(prefix="triaccel-train-", ignore_cleanup_errors=True) as folder:
-            trainer = TorchTrainer(
-                functools.partial(train_rank, job, self._mailbox),
-                scaling_config=ScalingConfig(
-                    num_workers=most if least == most else (least, most),
-                    use_gpu=job.on_gpus,
-                    resources_per_worker=resources,
-                    elastic_resize_monitor_interval_s=RESIZE_INTERVAL_S,
-                ),
-                run_config=RunConfig(  # type: ignore[arg-type]  # `TorchTrainer` declares the class of an older API
-                    name="group",
-                    storage_path=folder,  # nothing of the run: its ranks write their own checkpoints
-                    failure_config=FailureConfig(max_failures=MAX_LOSSES),
-                    callbacks=[EndOnFailure()],
-                    worker_runtime_env={"env_vars": _RANKS_ENVIRONMENT},
-                    logging_config=LoggingConfig(log_level="CRITICAL"),
-                ),
-            )
-            try:
-                trainer.fit()
-            except Exception as error:  # raised by `next_progress`, in the trial's own thread
-                self._error = error
+        try:
+            with TemporaryDirectory(prefix="triaccel-train-", ignore_cleanup_errors=True) as folder:
+                _trainer(job, self._mailbox, folder).fit()
+        except Exception as error:  # raised by `next_progress`, in the trial's own thread
+            self._error = error
         ray.get(self._mailbox.end.remote())
+
+
+def _trainer(job: GroupJob, mailbox: Any, folder: str) -> Any:
+    """Returns the trainer that runs the group; it writes to `folder`, nothing of which is needed later."""
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+
+    os.environ.update(_RAY_TRAIN)
+    least, most = job.spec.gpu_range
+    return TorchTrainer(
+        functools.partial(train_rank, job, mailbox),
+        scaling_config=ScalingConfig(
+            num_workers=most if least == most else (least, most),
+            use_gpu=job.on_gpus,
+            resources_per_worker={"CPU": 1.0, "GPU": 1.0} if job.on_gpus else {"CPU": 1.0},
+            elastic_resize_monitor_interval_s=RESIZE_INTERVAL_S,
+        ),
+        run_config=RunConfig(  # type: ignore[arg-type]  # `TorchTrainer` declares the class of an older API
+            name="group",
+            storage_path=folder,
+            failure_config=FailureConfig(max_failures=MAX_LOSSES),
+            callbacks=[EndOnFailure()],
+            worker_runtime_env={"env_vars": _RANKS_ENVIRONMENT},
+            logging_config=LoggingConfig(log_level="CRITICAL"),
+        ),
+    )
 
 
 def train_rank(job: GroupJob, mailbox: Any) -> None:
