@@ -14,7 +14,7 @@ from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.commands.recording import with_recorded_store
 from triaccel_ray.service.search.search import SEARCH, read_search
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.service.tracking.shipment import SHIPPED
+from triaccel_ray.service.tracking.shipped import SHIPPED
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
 

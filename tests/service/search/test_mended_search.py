@@ -93,7 +93,7 @@ def test_a_task_is_mended_and_resume_trains_the_trial_that_it_had_ended_alone(
     said, record = capsys.readouterr().out, read_search(folder)
     assert "accuracy" not in said
     assert "bits per byte" in said
-    assert "Bits per byte against time and memory" in (folder / "report.html").read_text()
+    assert "bits per byte" in (folder / "report.html").read_text()
     best, figures = best_trial(record), [run.figures for _, run in ranked(record) if run.figures]
     assert best is not None
     assert len(figures) == 2

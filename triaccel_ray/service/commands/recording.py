@@ -18,7 +18,7 @@ from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.search.suggestions import ended_trials
 from triaccel_ray.service.session import tracking_uri_of
 from triaccel_ray.service.storage.layout import EVENTS
-from triaccel_ray.service.tracking.shipment import read_shipped
+from triaccel_ray.service.tracking.shipped import read_shipped
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
 from triaccel_ray.service.tracking.tracking import Tracker, sqlite_path
 from triaccel_ray.service.units import format_bytes

@@ -74,7 +74,7 @@ from triaccel_ray.service.storage.layout import (
 )
 from triaccel_ray.service.storage.mirror import mirrored, require_unused, upload
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.service.tracking.shipment import read_shipped
+from triaccel_ray.service.tracking.shipped import read_shipped
 from triaccel_ray.service.tracking.shipper import Parent
 from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.service.units import counted

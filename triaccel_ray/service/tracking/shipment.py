@@ -7,63 +7,20 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from triaccel_ray.records.codec import decode
 from triaccel_ray.records.events import End, Event, Interruption, LogError, Start, parse_event, read_events
 from triaccel_ray.service.report.run import view_run
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import ERROR, EVENTS, FIGURES, SPEC, write_value
 from triaccel_ray.service.tracking.log_tail import LogTail
 from triaccel_ray.service.tracking.metrics import RESULT, metrics_of, params_of, step_of, tags_of
+from triaccel_ray.service.tracking.shipped import SHIPPED, Shipped, read_shipped
 from triaccel_ray.service.tracking.tracking import Tracker
-
-SHIPPED = "mlflow.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shipped:
-    """How much of one folder's log has arrived in MLflow: the content of its `mlflow.json`."""
-
-    store: str
-    """URI of the store; another store gets the log from the beginning."""
-    key: str
-    """Value of the tag by which the MLflow run is found; saved before the run is created."""
-    experiment: str
-    """The MLflow experiment of the run."""
-    run_id: str | None = None
-    """None until MLflow has assigned it."""
-    replaces: str | None = None
-    """MLflow run of an earlier attempt, some of whose records are no longer in the log."""
-    num_records: int = 0
-    """Number of the log's first records that have arrived. An end does not count: a resumed run overwrites it."""
-    checksum: int = 0
-    """CRC-32 of these records; if it differs, another attempt has written the log."""
-    end_ms: int | None = None
-    """Time of the end record shipped; None while the run continues."""
-
-
-def read_shipped(folder: Path) -> Shipped | None:
-    """Returns how much of the log in `folder` has arrived; None if nothing was ever sent.
-
-    Fields of other versions are ignored: records that they counted are shipped again, which changes nothing.
-
-    Raises:
-        LogError: `mlflow.json` is damaged.
-    """
-    path = folder / SHIPPED
-    if not path.exists():
-        return None
-    known = {each.name for each in fields(Shipped)}
-    try:
-        return decode(Shipped, {name: value for name, value in json.loads(path.read_text()).items() if name in known})
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise LogError(f"{path} cannot be read ({error}): delete it, the run is found by its tag") from error
-
 
 _INPUTS_AND_RESULTS = (EVENTS, SPEC, "found.json", "comparison.json", "fixed.json")
 ARTIFACTS = (*_INPUTS_AND_RESULTS, "comparison.md", "report.html", ERROR, FIGURES)
