@@ -150,7 +150,7 @@ def test_one_picture_tells_what_was_learned_changed_and_spent(tmp_path: Path) ->
     spent = [replace(tick, applied=replace(tick.applied, adapt_ms=500.0 * (tick in slow))) for tick in ticks]
     figure = overview_of(events, spent)
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
-        *("Loss", "Validation accuracy", "Precision", "Batch size", "Memory of the process on the device", "Speed"),
+        *("Loss", "Validation accuracy", "Precision", "Batch size", "Memory", "Speed"),
         *("Time", "Validation accuracy over time"),
     ]
     assert {"epoch", "seconds of training", "digits", "training", "validation"} <= texts(figure)
@@ -170,7 +170,7 @@ def test_a_baseline_that_does_not_look_has_the_same_picture(tmp_path: Path) -> N
     steep = [replace(epoch, train_loss=100.0 * 0.01**place) for place, epoch in enumerate(epochs)]
     figure = overview(steep, [], CONTROL.batch, Goal())
     assert {"the same from the first step to the last", "not looked at before the end of the run"} <= texts(figure)
-    assert len(heights(figure, "Memory of the process on the device")) == 3
+    assert len(heights(figure, "Memory")) == 3
     assert axes_titled(figure, "Loss").get_yscale() == "log"
 
 

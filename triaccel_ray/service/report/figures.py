@@ -57,7 +57,7 @@ def overview(
     panel(metric, f"Validation {goal.words}", " ", y_label=goal.axis_unit)
     panel(precisions, "Precision", y_label="percent of the layers")
     panel(sizes, "Batch size", y_label="samples a step")
-    panel(memory, "Memory of the process on the device", y_label="GB")
+    panel(memory, "Memory", y_label="GB of the process")
     panel(speed, "Speed", y_label="samples per second")
     panel(time, "Time", y_label="seconds per epoch")
     over_time = f"Validation {goal.words} over time"
