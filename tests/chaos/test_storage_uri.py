@@ -70,7 +70,7 @@ def desk(tmp_path: Path) -> Iterator[StoreDesk]:
 
 def test_a_run_whose_machine_is_lost_goes_on_on_another_one(desk: StoreDesk) -> None:
     (desk.folder / "hold").touch()
-    words = ("run", "held_task:Held", "--name", "one", "--epochs", "3", "--tau-low", "0", "--register", "mine", *CPU)
+    words = ("run", "held_task:Held", "--name", "one", "--epochs", "3", "--tau-low", "0", *CPU)
     command = desk.at("a", *words, *desk.where)
     still_runs(command, (desk.store / "one" / CHECKPOINT).exists)
     command.kill()

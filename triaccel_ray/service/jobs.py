@@ -175,7 +175,8 @@ def _connect(address: str) -> JobSubmissionClient:
 
 def _reason(error: BaseException) -> str:
     """Returns the most informative line of the error, which can hold the server's traceback."""
-    lines = [line.strip() for line in without_passwords(str(error)).replace("\\n", "\n").splitlines() if line.strip()]
+    text = without_passwords(str(error)).replace("\\n", "\n")
+    lines = [line.strip() for line in text.splitlines() if re.search(r"\w", line)]
     if not lines:
         return type(error).__name__
     said = lines[-1] if "Traceback" in lines[0] else lines[0]

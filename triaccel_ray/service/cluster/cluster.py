@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 
 from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
+from triaccel_ray.service.cluster.head_watch import stops_answering, watching
 from triaccel_ray.service.console import err
 from triaccel_ray.service.credentials import without_passwords
 from triaccel_ray.service.runs.environment import COMMIT_VARIABLE, commit_of
@@ -59,27 +59,14 @@ def cluster(address: str | None, *, num_cpus: int | None = None) -> Iterator[Non
                 raise
         gcs_address = ray.get_runtime_context().gcs_address
         # If SIGTERM goes to the process group, a Ray started here ends, too, and Tune's handler would wait for it.
-        at_once = partial(_stops_answering, gcs_address) if is_own and address is None else bool
+        at_once = partial(stops_answering, gcs_address) if is_own and address is None else bool
         # Ray's own SIGTERM handler ends the process with a stack trace, before runs have ended their logs.
-        with as_interrupt(signal.SIGTERM, at_once=at_once):
+        with as_interrupt(signal.SIGTERM, at_once=at_once), watching(gcs_address, ""):
             try:
                 yield
             finally:
                 if is_own:
                     ray.shutdown()
-
-
-def _stops_answering(address: str) -> bool:
-    """Returns whether the head at `address` does not answer, or stops to within a second, as after SIGTERM."""
-    host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
-        except OSError:
-            return True
-        time.sleep(0.1)
-    return False
 
 
 @contextlib.contextmanager

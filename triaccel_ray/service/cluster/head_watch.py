@@ -1,0 +1,105 @@
+"""Detects the loss of a cluster's head: Ray waits for it for a minute, and then ends the process at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+from triaccel_ray.service.console import err
+from triaccel_ray.service.failures import PreemptedError
+
+INTERVAL_S = 2.0
+LOST_AFTER_S = 30.0
+"""Silence after which the head counts as lost: half of Ray's limit, which leaves time for records and messages."""
+GRACE_S = 8.0
+"""Time until a process is ended that cannot be interrupted, because a call of Ray's waits for the head."""
+STOPS_WITHIN_S = 1.0
+"""Time in which a head stops answering after SIGTERM."""
+_SIGNAL = signal.SIGUSR2
+"""Ray Tune has its own handlers for SIGINT and SIGUSR1, which wait for trials."""
+
+
+class HeadLostError(PreemptedError):
+    """The head of the cluster no longer answers."""
+
+
+@contextlib.contextmanager
+def watching(address: str, final_hint: str) -> Iterator[None]:
+    """Interrupts the block once the cluster's head at `address` has not answered for half a minute.
+
+    Acts only in the main thread, the only one that can be interrupted. If the interrupt has no effect, the process
+    prints what happened and `final_hint`, and ends with exit status 1.
+
+    Raises:
+        HeadLostError: the head was lost.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    done, lost = threading.Event(), threading.Event()
+    before = signal.signal(_SIGNAL, _interrupt)
+    thread = threading.Thread(target=_watch, args=(address, final_hint, done, lost), name="head-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    except BaseException as error:  # whatever Ray turned the interrupt into
+        if not lost.is_set():
+            raise
+        raise HeadLostError(_message(address)) from error
+    finally:
+        done.set()
+        thread.join()
+        signal.signal(_SIGNAL, before)
+
+
+def stops_answering(address: str) -> bool:
+    """Returns whether the head at `address` does not answer, or stops to within a second."""
+    began_s = time.monotonic()
+    while _answers(address):
+        if time.monotonic() - began_s > STOPS_WITHIN_S:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt  # the only exception that leaves Ray's waiting calls
+
+
+def _message(address: str) -> str:
+    return (
+        f"the head of the cluster at {address} has not answered for {LOST_AFTER_S:.0f} s: it is lost, or cannot be "
+        "reached from here; what runs have recorded and saved is kept"
+    )
+
+
+def _watch(address: str, final_hint: str, done: threading.Event, lost: threading.Event) -> None:
+    silent_since_s: float | None = None  # from the first failed probe: a suspended process probes nothing
+    while not done.wait(INTERVAL_S):
+        if _answers(address):
+            silent_since_s = None
+            continue
+        now_s = time.monotonic()
+        silent_since_s = now_s if silent_since_s is None else silent_since_s
+        if now_s - silent_since_s >= LOST_AFTER_S:
+            lost.set()
+            os.kill(os.getpid(), _SIGNAL)
+            if not done.wait(GRACE_S):
+                err.print(f"{_message(address)}{final_hint}", style="yellow", markup=False, soft_wrap=True)
+                os._exit(1)
+            return
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=INTERVAL_S).close()
+        return True
+    except OSError:
+        return False
