@@ -44,10 +44,10 @@ def cluster(address: str | None, *, num_cpus: int | None = None) -> Iterator[Non
     """Connects to the Ray cluster at `address`; if None, starts one on this machine and stops it at the end.
 
     A process that is already connected, such as a notebook's, stays so, with workers as its own `ray.init` set them up.
-    If the head of a cluster is lost, Ray waits for it for a minute, and then ends the process.
 
     Raises:
         ClusterUnavailableError: nothing answers at the address, or Ray cannot start here.
+        HeadLostError: the head has not answered for half a minute.
     """
     is_own = not ray.is_initialized()
     with scoped_token_auth() if is_own else contextlib.nullcontext():
@@ -61,7 +61,7 @@ def cluster(address: str | None, *, num_cpus: int | None = None) -> Iterator[Non
         # If SIGTERM goes to the process group, a Ray started here ends, too, and Tune's handler would wait for it.
         at_once = partial(stops_answering, gcs_address) if is_own and address is None else bool
         # Ray's own SIGTERM handler ends the process with a stack trace, before runs have ended their logs.
-        with as_interrupt(signal.SIGTERM, at_once=at_once), watching(gcs_address, ""):
+        with as_interrupt(signal.SIGTERM, at_once=at_once), watching(gcs_address):
             try:
                 yield
             finally:

@@ -30,11 +30,11 @@ class HeadLostError(PreemptedError):
 
 
 @contextlib.contextmanager
-def watching(address: str, final_hint: str) -> Iterator[None]:
+def watching(address: str) -> Iterator[None]:
     """Interrupts the block once the cluster's head at `address` has not answered for half a minute.
 
     Acts only in the main thread, the only one that can be interrupted. If the interrupt has no effect, the process
-    prints what happened and `final_hint`, and ends with exit status 1.
+    prints what happened, and ends with exit status 1.
 
     Raises:
         HeadLostError: the head was lost.
@@ -44,7 +44,7 @@ def watching(address: str, final_hint: str) -> Iterator[None]:
         return
     done, lost = threading.Event(), threading.Event()
     before = signal.signal(_SIGNAL, _interrupt)
-    thread = threading.Thread(target=_watch, args=(address, final_hint, done, lost), name="head-watch", daemon=True)
+    thread = threading.Thread(target=_watch, args=(address, done, lost), name="head-watch", daemon=True)
     thread.start()
     try:
         yield
@@ -79,7 +79,7 @@ def _message(address: str) -> str:
     )
 
 
-def _watch(address: str, final_hint: str, done: threading.Event, lost: threading.Event) -> None:
+def _watch(address: str, done: threading.Event, lost: threading.Event) -> None:
     silent_since_s: float | None = None  # from the first failed probe: a suspended process probes nothing
     while not done.wait(INTERVAL_S):
         if _answers(address):
@@ -91,7 +91,7 @@ def _watch(address: str, final_hint: str, done: threading.Event, lost: threading
             lost.set()
             os.kill(os.getpid(), _SIGNAL)
             if not done.wait(GRACE_S):
-                err.print(f"{_message(address)}{final_hint}", style="yellow", markup=False, soft_wrap=True)
+                err.print(_message(address), style="yellow", markup=False, soft_wrap=True)
                 os._exit(1)
             return
 
