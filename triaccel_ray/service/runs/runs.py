@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 from ray import tune
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.tune.execution import class_cache
 
 from triaccel_ray.config import require
@@ -113,9 +113,11 @@ def fit(
             with _interruptible():
                 results = tuner.fit()
         except KeyboardInterrupt:
-            for name in trials.begun:
+            for name, trial in trials.begun.items():
                 _end_if_unfinished(context.place / name)
-                release_gpus(context.place / name)
+                if context.spec_of(trial).is_distributed:
+                    with contextlib.suppress(RayError):  # the interrupt may have ended Ray, too
+                        release_gpus(context.place / name)
             raise
     last = _last_results(context, trials.configs, results)
     # Reference cycles in Tune hold Ray handles. Freed by another thread during Ray's shutdown, they end the process.
@@ -177,14 +179,14 @@ def cpus_of_a_run(num_gpus: float) -> int:
 
 
 class _TrialLog(tune.Callback):
-    """Records the configurations of all trials, in the order of Tune's results, and the names of those begun."""
+    """Records the configurations of all trials, in the order of Tune's results, and those begun, by name."""
 
     def __init__(self) -> None:
         self.configs: list[dict[str, Any]] = []
-        self.begun: set[str] = set()
+        self.begun: dict[str, dict[str, Any]] = {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self.begun.add(trial.config[NAME])
+        self.begun[trial.config[NAME]] = trial.config
 
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
         self.configs = [trial.config for trial in trials]
