@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.cluster.cluster import display_address
+from triaccel_ray.service.cluster.head_watch import HeadLostError
 from triaccel_ray.service.compare.comparison import COMPARISON
 from triaccel_ray.service.console import err, out
 from triaccel_ray.service.runs.record import RunRecord
@@ -29,12 +30,13 @@ def command_to_resume(place: StoragePath, where: Where) -> str:
 
 @contextlib.contextmanager
 def resumable(resume_command: str, place: StoragePath) -> Iterator[None]:
-    """Adds `resume_command`, the command that resumes what is at `place`, to the message of a Ctrl-C.
+    """Adds `resume_command`, the command that resumes what is at `place`, to the message of a Ctrl-C or a lost head.
 
-    A run that has not written its settings yet cannot be resumed, and the message says so.
+    After Ctrl-C, a run that has not written its settings yet cannot be resumed, and the message says so.
 
     Raises:
         KeyboardInterrupt: the user interrupted the work.
+        HeadLostError: the cluster's head was lost.
     """
     try:
         yield
@@ -43,6 +45,8 @@ def resumable(resume_command: str, place: StoragePath) -> Iterator[None]:
         if any((place.folder / name).exists() for name in (SPEC, SEARCH, COMPARISON)):
             text = f"stopped; to go on from the last checkpoint:\n{resume_command}"
         raise KeyboardInterrupt(text) from None
+    except HeadLostError as error:
+        raise HeadLostError(f"{error}; once it is there again:\n{resume_command}") from error
 
 
 def print_outcome(run: RunRecord) -> None:
