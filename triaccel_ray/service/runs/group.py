@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from triaccel_ray.apply.agreement import PeerError
 from triaccel_ray.cuda.out_of_memory import first_line
-from triaccel_ray.distributed.ranks import LostRankError, Ranks
+from triaccel_ray.distributed.ranks import LostRankError
 from triaccel_ray.service.failures import MAX_LOSSES, PreemptedError, picklable
 from triaccel_ray.service.runs.follower import Follower
 from triaccel_ray.service.runs.mailbox import Mailbox, Progress
@@ -161,7 +161,7 @@ def _training(job: GroupJob) -> Iterator[tuple[Worker, TrainingFolder]]:
     folder = TrainingFolder(job.place)
     with contextlib.ExitStack() as stack:
         splits = None if job.shared is None else job.shared.get()
-        if Ranks.found().rank == 0:
+        if ray.train.get_context().get_world_rank() == 0:
             stack.callback(folder.close)
             folder.open()
             worker = Worker(job.spec, folder.path, splits)
@@ -173,7 +173,7 @@ def _training(job: GroupJob) -> Iterator[tuple[Worker, TrainingFolder]]:
 
 def _train(worker: Worker, folder: TrainingFolder, mailbox: Any) -> None:
     """Trains epochs while the trial wants more, and finishes the run after the last one."""
-    ranks, saving = Ranks.found(), SavingPolicy()
+    ranks, saving = worker.ranks, SavingPolicy()
     leads = ranks.rank == 0
     worker.resume()
     if leads:
