@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -18,10 +19,12 @@ from ray.cluster_utils import Cluster
 from torch import Tensor
 
 from tests.build import blobs
+from tests.service.ray_head import ray_node
 from tests.service.runs.several import NUM_SAMPLES, Noting, Several, samples_of_epochs, several_spec
 from tests.service.waiting import HELD_S, wait_until
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.records.events import Epoch, Event, Interruption, read_events
+from triaccel_ray.service.cluster.cluster import cluster
 from triaccel_ray.service.failures import MAX_LOSSES, RunFailedError
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.runs import run_all
@@ -163,3 +166,30 @@ def machines() -> Iterator[Cluster]:
         made.add_node(num_cpus=1, num_gpus=0)
     yield made
     made.shutdown()
+
+
+def test_an_elastic_group_shrinks_and_grows_with_the_cluster(tmp_path: Path, machines: Cluster) -> None:
+    (tmp_path / HOLD).touch()
+    sizes: list[tuple[str, int, int]] = []
+
+    def come_and_go() -> None:
+        wait_until(lambda: sum(isinstance(each.record, Epoch) for each in events(tmp_path)) == 2)
+        for change in (lambda: machines.remove_node(next(iter(machines.worker_nodes)), allow_graceful=False), add):
+            before = len(interruptions(tmp_path))
+            change()
+            wait_until(
+                lambda before=before: len(interruptions(tmp_path)) > before,
+                timeout_s=HELD_S,
+                say=lambda: (sizes, [each["Alive"] for each in ray.nodes()], processes("")),
+            )
+            last = interruptions(tmp_path)[-1]
+            sizes.append((last.cause, last.world_size_before, last.world_size))
+
+    def add() -> None:
+        words = (f"--address={machines.address}", "--num-cpus=1", "--num-gpus=0")
+        joined.enter_context(ray_node(*words, env=os.environ, log=tmp_path / "joining.log"))
+
+    with contextlib.ExitStack() as joined, cluster(machines.address):
+        assert trained(tmp_path, "2..3", come_and_go) is None
+    assert sizes == [("preempted", 3, 2), ("resized", 2, 3)]
+    assert_whole(tmp_path)
