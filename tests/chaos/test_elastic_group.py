@@ -1,0 +1,59 @@
+"""A run on several machines, here gloo processes on CPUs, that loses one and gains one.
+
+It stands alone in its file: the tests beside it would leave this process connected to a cluster of one machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from tests.chaos.mortal import HOLD, assert_whole, events, interruptions, processes, trained
+from tests.service.ray_head import ray_node
+from tests.service.waiting import HELD_S, wait_until
+from triaccel_ray.records.events import Epoch
+from triaccel_ray.service.cluster.cluster import cluster
+
+
+@pytest.fixture
+def machines() -> Iterator[Cluster]:
+    """A head and two other machines, with a CPU each."""
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
+    for _ in range(2):
+        made.add_node(num_cpus=1, num_gpus=0)
+    yield made
+    made.shutdown()
+
+
+def test_an_elastic_group_shrinks_and_grows_with_the_cluster(tmp_path: Path, machines: Cluster) -> None:
+    (tmp_path / HOLD).touch()
+    sizes: list[tuple[str, int, int]] = []
+
+    def come_and_go() -> None:
+        wait_until(lambda: sum(isinstance(each.record, Epoch) for each in events(tmp_path)) == 2)
+        for change in (lambda: machines.remove_node(next(iter(machines.worker_nodes)), allow_graceful=False), add):
+            before = len(interruptions(tmp_path))
+            change()
+            wait_until(
+                lambda before=before: len(interruptions(tmp_path)) > before,
+                timeout_s=HELD_S,
+                say=lambda: (sizes, [each["Alive"] for each in ray.nodes()], processes("")),
+            )
+            last = interruptions(tmp_path)[-1]
+            sizes.append((last.cause, last.world_size_before, last.world_size))
+
+    def add() -> None:
+        words = (f"--address={machines.address}", "--num-cpus=1", "--num-gpus=0")
+        joined.enter_context(ray_node(*words, env=os.environ, log=tmp_path / "joining.log"))
+
+    assert not ray.is_initialized()
+    with contextlib.ExitStack() as joined, cluster(machines.address):
+        assert trained(tmp_path, "2..3", come_and_go) is None
+    assert sizes == [("preempted", 3, 2), ("resized", 2, 3)]
+    assert_whole(tmp_path)
