@@ -66,6 +66,8 @@ def test_every_number_has_its_bounds():
         (BatchConfig, "rho_low", "rho_low", "lie in [0, 1]", [BELOW_ZERO, ABOVE_ONE, INF, NAN]),
         (ControlConfig, "max_overhead", "max_overhead", "lie in (0, 1]", [0.0, ABOVE_ONE, NAN]),
         (ControlConfig, "clip_norm", "clip_norm", "be a number > 0", [0.0, -1.0, NAN]),
+        (ControlConfig, "weights", "weights", "be one of fp32, split, auto", ["bf16", True, None]),
+        (ControlConfig, "step_in_backward", "step_in_backward", "be True, False or auto", ["on", 1, None]),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_with_name_value_and_rule(config, field, name, rule, values):

@@ -13,9 +13,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from triaccel_ray.config import AmpPrecision, ControlConfig, check_fields, knob, require
+from triaccel_ray.config import ControlConfig, check_fields, knob, require
 from triaccel_ray.model.metrics import ACCURACY, Metric
 from triaccel_ray.records.goal import LOSS, Goal
+from triaccel_ray.records.plan import AmpPrecision
 
 if TYPE_CHECKING:
     import torch

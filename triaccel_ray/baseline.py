@@ -9,14 +9,13 @@ from torch import nn
 
 from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate
 from triaccel_ray.apply.precision import DTYPES
-from triaccel_ray.config import AmpPrecision
 from triaccel_ray.control.epochs import EpochLoop, EpochProgress, SampleSchedule, Schedule
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import as_source
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.model.layers import Loss, find_layers, forward, to_channels_last
-from triaccel_ray.records.plan import Plan, Precision
+from triaccel_ray.records.plan import AmpPrecision, Plan, Precision
 
 Baseline = Literal["fp32", "amp", "amp-best"]
 

@@ -17,19 +17,14 @@ from triaccel_ray.records.plan import Precision
 
 T = TypeVar("T")
 
-MINIMUM_LOSS_SCALE = 1.0
-"""Smallest loss scale: one below 1 would shrink gradients, which avoids overflow in the backward pass only."""
-
 CurvatureMethod = Literal["fisher", "ggn", "hessian"]
 LrRule = Literal["none", "sqrt", "linear", "adascale"]
-AmpPrecision = Literal["fp16", "bf16"]
-"""Precision of the AMP baseline on a GPU: FP16 with a gradient scaler, or BF16 without one."""
 Compile = Literal["auto", "on", "off"]
-Weights = Literal["fp32", "split"]
+Weights = Literal["fp32", "split", "auto"]
+StepInBackward = bool | Literal["auto"]
 OptimizerState = Literal["fp32", "8bit"]
 Activations = Literal["auto", "keep", "recompute", "offload"]
 DataPlace = Literal["device", "host"]
-"""Where training samples given as tensors are stored while a GPU trains on them."""
 
 
 def require(condition: bool, name: str, value: Any, rule: str) -> None:
@@ -76,6 +71,9 @@ def check_field(name: str, value: Any, kind: Any, bounds: str = "") -> None:
     """Raises ValueError, with `name` in its message, unless `value` has the type `kind` and lies within `bounds`."""
     if kind is bool:
         require(isinstance(value, bool), name, value, "must be True or False")
+    elif bool in get_args(kind):  # or one of several words
+        words = get_args(get_args(kind)[1])
+        require(isinstance(value, bool) or value in words, name, value, f"must be True, False or {', '.join(words)}")
     elif get_origin(kind) is Literal:
         words = get_args(kind)
         require(isinstance(value, str) and value in words, name, value, f"must be one of {', '.join(words)}")
@@ -326,13 +324,15 @@ class ControlConfig(_Checked):
     """Consecutive steps with a NaN or infinite gradient after which training ends. Such steps are always skipped."""
     weights: Weights = "fp32"
     """How weights of layers in BF16 are stored. `split`: as the BF16 number used to compute and the 16 bits that
-    complete the exact FP32 number; their gradients are BF16, half as large. For SGD, Adam and AdamW."""
+    complete the exact FP32 number; their gradients are BF16, half as large. For SGD, Adam and AdamW. `auto`: split if
+    the memory budget may not suffice for FP32 weights."""
     optimizer_state: OptimizerState = "fp32"
     """How the momentum of SGD and the moments of Adam and AdamW are stored. `8bit`: as 8-bit codes, finer near zero
     and with a scale per 64, in a quarter of the memory; not exact. Only for parameters of at least 4096 elements."""
-    step_in_backward: bool = False
+    step_in_backward: StepInBackward = False
     """Whether SGD, Adam or AdamW updates parameters as soon as their gradients exist, and then frees the gradients.
-    These are clipped by the norm of the previous step; parameters updated before a NaN appears keep their update."""
+    These are clipped by the norm of the previous step; parameters updated before a NaN appears keep their update.
+    `auto`: if the memory budget may not suffice otherwise, and nothing is clipped."""
     shard_optimizer: bool = False
     """Whether each of several ranks holds the optimizer's state of a share of the parameters (ZeRO, stage 1)."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -193,6 +193,7 @@ class ControlLoop(EpochLoop):
             regions=self._training.steps.step.region_names,
             adapting_ms=self._actuators.adapting_ms,
             samples_left=self.sampler.samples_left,
+            parameters=self._training.parameters,
         )
         observation = agreed_observation(self._ranks, observation)
         require_finite(self.config, observation)

@@ -175,3 +175,26 @@ def test_a_weight_that_one_rank_reaches_has_a_gradient_on_all(workers: WorkerPoo
     first, second = workers.run(2, branched)
     assert first == second
     assert first["moved"]
+
+
+def opened(rank: int) -> dict[str, Any]:
+    """A run that may choose the form of its weights; the budgets of the ranks differ."""
+    precision = PrecisionConfig(enabled=False, initial=BF16, allow_slow_precisions=True)
+    config = replace(fixed(10**6), weights="auto", step_in_backward="auto", precision=precision, every_steps=2)
+    model = mlp(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    headroom = 8 * 2**30 if rank else 64 * 2**20  # half of the batch is predicted to take 94 MB
+    loop = ControlLoop(model, optimizer, cross_entropy, blobs(48), config=config, memory_headroom=headroom)
+    is_split = loop._training._split_weights is not None
+    tick = [loop.step(), loop.tick()][1]
+    loop.close()
+    return {"is_split": is_split, "reasons": [each.text for each in tick.decision.reasons], "weights": listed(model)}
+
+
+def test_ranks_choose_one_form_of_the_weights_and_no_step_in_the_backward_pass(workers: WorkerPool) -> None:
+    first, second = workers.run(2, opened)
+    assert first == second
+    assert first["is_split"]
+    assert first["reasons"][0].startswith("weights are split: a step would need up to")
+    text = "parameters are updated after the backward pass: the gradients of 2 ranks are summed first"
+    assert first["reasons"][1] == text

@@ -52,6 +52,8 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("compare digits --gpus 2", "gpus = '2': fp32, amp train in one process; leave it out, or give --methods without"),
     ("tune-batch digits --gpus 2", "--gpus"),
     ("run digits --method amp --initial-layers x=fp16", "['x=fp16']: --method amp computes all layers alike"),
+    ("run digits --weights bf16", "invalid choice 'bf16' for argument '--weights'. Expected one of"),
+    ("run digits --step-in-backward maybe", "invalid choice 'maybe' for argument '--step-in-backward'. Expected"),
     ("run digits --epochs 0", "epochs = 0: must be an integer in [1, 1000000]"),
     ("run digits --keep best --final", "leave out --final, or --keep best"),
     ("run digits --memory-budget 2", "memory_budget = '2': must be a positive number with a unit"),

@@ -16,7 +16,7 @@ from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.options import RUN_SETTINGS, repeat_command, settings_of_run, settings_text
 from triaccel_ray.service.cli.parsing import check, parse
-from triaccel_ray.service.cli.specs import Search, TuneBatch
+from triaccel_ray.service.cli.specs import Run, Search, TuneBatch
 from triaccel_ray.service.cli.translation import (
     comparison_of,
     replayed_control,
@@ -228,6 +228,17 @@ def test_an_option_takes_what_belongs_to_it_from_a_repeated_run() -> None:
         spec = typed("run", "--from", "first", "--batch-size", str(size), "--memory-budget", "2GiB")
         assert spec.control.batch.start == size
         assert (spec.memory_budget_bytes, spec.memory_headroom_bytes) == (2**31, None)
+
+
+@pytest.mark.parametrize(("word", "value"), [("on", True), ("off", False), ("auto", "auto")])
+def test_a_switch_may_have_a_word_beside_on_and_off(word: str, value: Any) -> None:
+    spec = typed("run", "digits", "--step-in-backward", word)
+    assert spec.control.step_in_backward == value
+    assert run_of(command_of(Run, "digits", {"step_in_backward": value})) == spec
+    Path("mine.toml").write_text(settings_text(spec))
+    assert typed("run", "--config", "mine.toml") == spec
+    with pytest.raises(ValueError, match="step_in_backward = 'maybe': must be one of on, off, auto"):
+        command_of(Run, "digits", {"step_in_backward": "maybe"})
 
 
 def test_a_replay_has_other_thresholds() -> None:

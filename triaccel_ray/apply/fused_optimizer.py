@@ -36,8 +36,30 @@ def has_kernel(optimizer: torch.optim.Optimizer) -> bool:
     Exactly SGD, Adam or AdamW on FP32 parameters, without dampening, amsgrad, maximize, differentiable, step hooks or a
     learning rate in a tensor. Adam and AdamW must be `fused` or `capturable`: others count their steps on the host.
     """
-    are_fp32 = all(p.dtype is torch.float32 for group in optimizer.param_groups for p in group["params"])
-    return type(optimizer) in _STATE and are_fp32 and obstacle_of(optimizer) is None
+    return not without_kernel_because(optimizer)
+
+
+def without_kernel_because(optimizer: torch.optim.Optimizer) -> str:
+    """Returns why the kernels do not compute the same step as `optimizer`; empty if they do."""
+    if type(optimizer) not in _STATE:
+        return f"no kernel steps {type(optimizer).__name__}"
+    if any(p.dtype is not torch.float32 for group in optimizer.param_groups for p in group["params"]):
+        return "parameters are not FP32"
+    return obstacle_of(optimizer) or ""
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, *, in_8_bits: bool) -> int:
+    """Returns the bytes of state that `FusedOptimizer` keeps for `optimizer`, which has a kernel."""
+    total = 0
+    for group in optimizer.param_groups:
+        num_moments = len([name for name in _STATE[type(optimizer)] if name != "step"])
+        if type(optimizer) is torch.optim.SGD and not group["momentum"]:
+            num_moments = 0
+        sizes = [p.numel() for p in group["params"] if p.requires_grad]
+        total += num_moments * sum(
+            num_bytes(size) if in_8_bits and size >= MIN_ELEMENTS_IN_CODES else 4 * size for size in sizes
+        )
+    return total
 
 
 def obstacle_of(optimizer: torch.optim.Optimizer) -> str | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triaccel_ray.config import MINIMUM_LOSS_SCALE, LossScaleConfig
+from triaccel_ray.config import LossScaleConfig
 from triaccel_ray.kernels.step_end import LossScaleState
+from triaccel_ray.records.plan import MINIMUM_LOSS_SCALE
 
 MAXIMUM = 2.0**24
 """Largest loss scale: beyond it, long sums of the scaled loss approach the largest FP32 number."""

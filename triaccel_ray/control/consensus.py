@@ -44,7 +44,7 @@ def joined_ranks(
     rule = f"must be at least the number of ranks, {size}: each has a sample of every whole batch"
     require(smallest >= size, "batch minimum (batch_min)", smallest, rule)
     require(
-        not config.step_in_backward,
+        config.step_in_backward is not True,
         "step_in_backward",
         True,
         f"must be False on {size} ranks: parameters are updated once the gradients of all ranks have been summed",

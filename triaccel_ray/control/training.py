@@ -28,11 +28,13 @@ from triaccel_ray.apply.weights import ComputeCopies, Weights
 from triaccel_ray.config import ControlConfig, check_field, require
 from triaccel_ray.control.consensus import joined_ranks
 from triaccel_ray.control.update import TrainingUpdate
+from triaccel_ray.control.weight_form import CheckedTask, parameter_signal
 from triaccel_ray.cuda.capture_checks import watching_forward
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.cuda.stream_pool import PooledStream
 from triaccel_ray.data.sampler import Sampler
-from triaccel_ray.data.sources import as_source, delivered
+from triaccel_ray.data.sources import TensorSource, as_source, delivered
+from triaccel_ray.decide.weight_form import decide_form, needs_form
 from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.model.dry_run import require_working
@@ -40,6 +42,10 @@ from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import Loss, find_layers, require_trainable, to_channels_last, weights_outside_layers
 from triaccel_ray.model.regions import find_regions, repeated_blocks
 from triaccel_ray.records.plan import Fault, FaultKind, Precision, Storage
+from triaccel_ray.records.signals import ParameterSignal
+
+_PLAIN = {"weights": "fp32", "step_in_backward": False, "optimizer_state": "fp32", "shard_optimizer": False}
+"""Setting that needs the optimizer's kernel -> its value without one."""
 
 
 class Training:
@@ -74,13 +80,21 @@ class Training:
         self.device = next(model.parameters()).device
         to_channels_last(model)
         self.ranks = joined_ranks(model, optimizer, config, seed=seed, epochs=epochs)
-        splits_weights = self._is_requested("weights", optimizer, default="fp32")
-        steps_in_backward = self._is_requested("step_in_backward", optimizer, default=False)
-        in_8_bits = self._is_requested("optimizer_state", optimizer, default="fp32")
-        shares_optimizer = self._is_requested("shard_optimizer", optimizer, default=False)
-        self._split_weights = SplitWeights(model, self.layers, optimizer) if splits_weights else None
-        buckets = buckets_of(model, watched_parameters(optimizer, self.layers)) if steps_in_backward else None
+        self._require_kernel(optimizer)
         self.memory, self.pool = memory_meter(self.device, *memory), GraphPool(self.device)
+        source, data_on = as_source(data), config.execution.data_on
+        is_delivered = needs_form(config) and not isinstance(source, TensorSource)
+        if is_delivered:
+            source = delivered(source, self.device, data_on)
+        self.parameters: ParameterSignal | None = None
+        """What decides the form of the weights, if the settings leave it open."""
+        if needs_form(config):
+            task = CheckedTask(model=model, optimizer=optimizer, loss=loss, source=source)
+            with self._on_stream():
+                self.parameters = parameter_signal(task, self.layers, config, limits=memory, ranks=self.ranks)
+        form, _ = decide_form(config, self.parameters)
+        self._split_weights = SplitWeights(model, self.layers, optimizer) if form.is_split else None
+        buckets = buckets_of(model, watched_parameters(optimizer, self.layers)) if form.steps_in_backward else None
         self.optimizer = LayerwiseOptimizer(
             optimizer,
             self.layers,
@@ -88,13 +102,11 @@ class Training:
             release_memory=self.make_room if self.ranks.is_alone else self.memory.release,
             split=self._split_weights,
             buckets=buckets,
-            in_8_bits=in_8_bits,
-            ranks=self.ranks if shares_optimizer else None,
+            in_8_bits=config.optimizer_state == "8bit",
+            ranks=self.ranks if config.shard_optimizer else None,
         )
-        source = delivered(as_source(data), self.device, config.execution.data_on)
-        # On a stream that the steps use again: another one would keep its own workspaces.
-        stream = PooledStream(self.device).current() if self.device.type == "cuda" else contextlib.nullcontext()
-        with stream, watching_forward(model) as host_waits:
+        source = source if is_delivered else delivered(source, self.device, data_on)
+        with self._on_stream(), watching_forward(model) as host_waits:
             require_working(model, loss, source)
         self.sampler = Sampler(source, seed=seed, device=self.device, epochs=epochs, ranks=self.ranks)
         self.loss_scale = LossScale(config.loss_scale, self.device)
@@ -188,22 +200,20 @@ class Training:
         new_gradients = shared if self._stepper is None else self._stepper.gradients
         return StepCache(step, update, new_gradients, self.pool, execution)
 
-    def _is_requested(self, name: str, optimizer: torch.optim.Optimizer, *, default: str | bool) -> bool:
-        """Returns whether a setting differs from `default`; if so, the kernels must support the optimizer.
+    def _on_stream(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context on a stream that the steps use again: another one would keep its own workspaces."""
+        return PooledStream(self.device).current() if self.device.type == "cuda" else contextlib.nullcontext()
 
-        Raises:
-            ValueError: they do not support `optimizer`.
-        """
-        value = getattr(self._config, name)
-        if value == default:
-            return False
-        rule = (
-            "needs SGD, or Adam or AdamW with fused=True, without dampening, amsgrad, maximize, differentiable, step "
-            f"hooks or a learning rate in a tensor; change the optimizer, {type(optimizer).__name__}, or give "
-            f"{name}={default!r}"
-        )
-        require(has_kernel(optimizer), name, value, rule)
-        return True
+    def _require_kernel(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ValueError if a setting needs kernels that do not support the optimizer."""
+        for name, plain in _PLAIN.items():
+            value = getattr(self._config, name)
+            rule = (
+                "needs SGD, or Adam or AdamW with fused=True, without dampening, amsgrad, maximize, differentiable, "
+                f"step hooks or a learning rate in a tensor; change the optimizer, {type(optimizer).__name__}, or give "
+                f"{name}={plain!r}"
+            )
+            require(value in (plain, "auto") or has_kernel(optimizer), name, value, rule)
 
     def _compile(self, host_waits: Sequence[str]) -> Compilation | None:
         """Returns the compilation of the model, or None if the user has compiled it; notes how and why."""

@@ -122,6 +122,11 @@ class TensorSource(DataSource):
             return moved
         return self._with(inputs, self.targets.to(device))
 
+    def part(self, indices: Tensor) -> Self:
+        """Returns a source of the samples at `indices` alone."""
+        indices = indices.to(self.inputs.device)
+        return self._with(self.inputs[indices], self.targets[indices.to(self.targets.device)])
+
     def _with(self, inputs: Tensor, targets: Tensor) -> Self:
         moved = copy.copy(self)
         moved.inputs, moved.targets = inputs, targets

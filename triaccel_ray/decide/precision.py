@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from triaccel_ray.config import MINIMUM_LOSS_SCALE, PrecisionConfig
+from triaccel_ray.config import PrecisionConfig
 from triaccel_ray.decide.throughput import barred_precision
-from triaccel_ray.records.plan import Precision, Reason, ReasonCode
+from triaccel_ray.records.plan import MINIMUM_LOSS_SCALE, Precision, Reason, ReasonCode
 from triaccel_ray.records.signals import LayerSignal, Observation
 from triaccel_ray.records.state import ControlState, LayerState, nearest_supported
 

@@ -13,6 +13,7 @@ from triaccel_ray.decide.curvature import lr_reasons, lr_scale, remember_curvatu
 from triaccel_ray.decide.precision import bar_overflowing, decide_precision, keep_precision
 from triaccel_ray.decide.storage import Conditions, decide_storage, growth_hold, stores_least
 from triaccel_ray.decide.throughput import Judgement, bar_undone, judge, size_that_pays, watch
+from triaccel_ray.decide.weight_form import remember_form
 from triaccel_ray.records.plan import Plan, Precision, Reason, ReasonCode
 from triaccel_ray.records.signals import Observation
 from triaccel_ray.records.state import ControlState, Decision, LayerState
@@ -29,7 +30,9 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     tick.
     """
     layers = {name: layer.after_tick() for name, layer in state.layers.items()}
-    layers, reasons = remember_curvature(config.curvature, observation, layers)
+    form, reasons = remember_form(config, observation.parameters, state.form)
+    layers, curvature_reasons = remember_curvature(config.curvature, observation, layers)
+    reasons += curvature_reasons
     batch_state = state.batch
     judged = judge(config, observation, state.throughput)
     reasons += judged.reasons
@@ -83,6 +86,7 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
         batch=batch.state,
         memory=remember_plan(observation, judged, plan, memory.state),
         throughput=watch(judged.state, observation, plan, is_stored_faster=memory.is_faster),
+        form=form,
         step=observation.step,
         num_skipped=observation.num_skipped,
     )

@@ -106,7 +106,7 @@ def require_working(
 def _check_passes(model: nn.Module, loss: Loss, source: DataSource, judge: Callable[[Any, Any], Any] | None) -> None:
     device = next(model.parameters()).device
     with attributing_errors("the training data"):
-        indices = _two_samples(source).to(device if source.is_resident else "cpu")
+        indices = two_samples(source).to(device if source.is_resident else "cpu")
         inputs, targets = source.batch(indices, torch.Generator(device).manual_seed(0))
 
     def shapes() -> str:
@@ -156,7 +156,7 @@ def _require_loss(value: Any) -> None:
         raise ValueError(f"{found} without a gradient: must depend on the model's trainable parameters; {way_out}")
 
 
-def _two_samples(source: DataSource) -> Tensor:
+def two_samples(source: DataSource) -> Tensor:
     """Returns the indices of two samples, with different targets if these are cheap to find."""
     targets = source.targets if isinstance(source, TensorSource) else None
     if targets is not None and targets.dim() == 1 and not targets.is_floating_point():

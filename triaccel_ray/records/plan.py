@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
+
+MINIMUM_LOSS_SCALE = 1.0
+"""Smallest loss scale: one below 1 would shrink gradients, which avoids overflow in the backward pass only."""
+AmpPrecision = Literal["fp16", "bf16"]
+"""Precision of the AMP baseline on a GPU: FP16 with a gradient scaler, or BF16 without one."""
 
 
 class Precision(StrEnum):
@@ -34,6 +40,16 @@ class Storage(StrEnum):
     """Only the region's inputs are saved; the backward pass computes the rest again (Chen et al. 2016)."""
     OFFLOAD = "offload"
     """They move to pinned host memory and back (AccUDNN; vDNN, Rhu et al. 2016)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightForm:
+    """How weights are stored, and when the optimizer updates them; constant during a run."""
+
+    is_split: bool = False
+    """Whether weights of layers in BF16 are stored as two words."""
+    steps_in_backward: bool = False
+    """Whether parameters are updated in the backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +118,7 @@ class ReasonCode(StrEnum):
     HELD_ENLARGED = "held_enlarged"
     HELD_STORAGE = "held_storage"
     HELD_NOISE_SCALE = "held_noise_scale"
+    WEIGHT_FORM = "weight_form"
 
 
 @dataclass(frozen=True, kw_only=True)

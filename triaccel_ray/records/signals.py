@@ -104,6 +104,38 @@ class MemoryProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterSignal:
+    """What parameters, their gradients and the first step take of the device's memory; constant during a run."""
+
+    num_elements: int
+    """Elements that the optimizer updates."""
+    num_in_bf16: int
+    """Of these, elements of weights that can be split: their layers start in BF16."""
+    bucket_elements: int
+    """Elements of the largest bucket, whose gradients exist at once if parameters are updated in the backward pass."""
+    model_bytes: int
+    """Bytes of all parameters and buffers."""
+    state_bytes: int
+    """Bytes of the optimizer's state."""
+    saved_bytes: int
+    """Bytes that the backward pass of the first batch needs, extrapolated from two samples in FP32. It is an upper
+    bound: BF16 and compiled code save less."""
+    data_bytes: int = 0
+    """Bytes of the samples stored on the device."""
+    budget_bytes: int | None = None
+    """Limit on the memory of the process; None: no such limit."""
+    headroom_bytes: int | None = None
+    """Limit on its memory beyond model, optimizer and data; None: no such limit."""
+    keeps_copies: bool = False
+    """Whether FP32 weights have copies in BF16 beside them, which get gradients in BF16."""
+    may_use_fp16: bool = False
+    """Whether a layer may compute in FP16 during the run."""
+    num_ranks: int = 1
+    unsupported_because: str = ""
+    """Why weights of this model and optimizer can be neither split nor updated in the backward pass; empty if both."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Observation:
     """All measured inputs of the rules. Replaying the same observations reproduces every decision."""
 
@@ -137,6 +169,8 @@ class Observation:
     """Names of the regions whose storage can change, in forward order; constant during a run."""
     profile: MemoryProfile | None = None
     """Costs of the model's regions; None while they are not needed, or not measured."""
+    parameters: ParameterSignal | None = None
+    """None unless the settings leave open how weights are stored, or when they are updated."""
     faults: tuple[Fault, ...] = ()
     """Faults since the last decision, oldest first; some may have occurred after the other values were measured."""
 

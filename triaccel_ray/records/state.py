@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from triaccel_ray.config import Activations, ControlConfig
-from triaccel_ray.records.plan import Plan, Precision, Reason, Storage
+from triaccel_ray.records.plan import Plan, Precision, Reason, Storage, WeightForm
 from triaccel_ray.records.signals import NoiseSignal
 
 
@@ -179,6 +179,8 @@ class ControlState:
     batch: BatchState = field(default_factory=BatchState)
     memory: MemoryState = field(default_factory=MemoryState)
     throughput: ThroughputState = field(default_factory=ThroughputState)
+    form: WeightForm | None = None
+    """The form of the weights that was last decided; None if the settings decide it."""
     step: int = 0
     """Optimizer steps done at the last tick."""
     num_skipped: int = 0

@@ -10,6 +10,7 @@ import torch
 from tests.build import CONFIG, blobs, cross_entropy, mlp
 from tests.service.build import CONTROL, SimulatedRun
 from tests.service.records import RUN_SPEC
+from triaccel_ray.config import PrecisionConfig
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.records.events import End, EventLog, LogError, Start
 from triaccel_ray.records.plan import Precision, Storage
@@ -52,6 +53,26 @@ def test_the_log_of_a_loop_of_ones_own_is_reported_and_replayed(
     assert "replayed under its own configuration: every decision is the same" in said.out
     assert (tmp_path / "report.html").exists()
     assert (tmp_path / "figures" / "precision.png").exists()
+
+
+def test_the_form_of_the_weights_has_its_reasons_and_is_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    precision = PrecisionConfig(enabled=False, initial=Precision.BF16, allow_slow_precisions=True)
+    config = replace(CONFIG, weights="auto", step_in_backward="auto", clip_norm=1.0, precision=precision)
+    with contextlib.closing(EventLog(tmp_path / "events.jsonl")) as log:
+        optimizer = torch.optim.SGD((model := mlp()).parameters(), lr=0.05)
+        loop = ControlLoop(
+            model, optimizer, cross_entropy, blobs(64), config=config, memory_headroom=1, on_tick=log.append
+        )
+        loop.train_epoch()
+        loop.close()
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(tmp_path / "events.jsonl"), "--storage-path", str(tmp_path)])
+    said = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0
+    assert said.count("weight_form") == 2
+    assert "replayed under its own configuration: every decision is the same" in said
 
 
 def test_other_thresholds_say_where_and_why_they_differ(run: RunRecord) -> None:

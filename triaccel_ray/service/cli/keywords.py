@@ -7,7 +7,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Final, TypeVar, get_args, get_type_hints
 
 from triaccel_ray.config import require
 from triaccel_ray.records.codec import decode
@@ -82,7 +82,7 @@ def _read(name: str, kind: Any, value: Any) -> Any:
         value = f"{value}B"
     elif name == "gpus" and type(value) is int:
         value = str(value)
-    elif kind == Literal["on", "off"] | None and isinstance(value, bool):
+    elif isinstance(value, bool) and {"on", "off"} <= {word for each in get_args(kind) for word in get_args(each)}:
         value = "on" if value else "off"
     return decode(kind, value, name)
 

@@ -21,6 +21,8 @@ from triaccel_ray.service.storage.storage_path import expanded
 from triaccel_ray.service.units import format_exactly, parse_bytes
 
 T = TypeVar("T")
+_SWITCH = "on", "off"
+"""Words for True and False."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +50,11 @@ class Setting:
     def words(self) -> tuple[str, ...]:
         """The allowed words, if the value is one or several of a fixed set; else empty."""
         if self.kind is bool:
-            return "on", "off"
+            return _SWITCH
         if isinstance(self.kind, type) and issubclass(self.kind, Enum):
             return tuple(member.value for member in self.kind)
         literal = next((kind for kind in (self.kind, *get_args(self.kind)) if get_origin(kind) is Literal), None)
-        return get_args(literal)
+        return (*(_SWITCH if bool in get_args(self.kind) else ()), *get_args(literal))
 
     @property
     def metavar(self) -> str | None:
@@ -83,7 +85,7 @@ class Setting:
         Raises:
             ValueError: the value breaks the field's rule.
         """
-        if self.kind is bool:
+        if value in _SWITCH and bool in (self.kind, *get_args(self.kind)):
             value = value == "on"
         elif self.unit == "bytes":
             value = parse_bytes(value, self.name)

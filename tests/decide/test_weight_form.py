@@ -1,0 +1,233 @@
+"""The form of the weights where the settings leave it open: tables, and properties over random models and budgets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.decide.build import observation_of, plan_of
+from triaccel_ray.config import BatchConfig, ControlConfig
+from triaccel_ray.decide import decide, initial_decision, replay
+from triaccel_ray.decide.weight_form import (
+    BUDGET_SHARE,
+    PROCESS_BYTES,
+    decide_form,
+    needed_bytes,
+    remember_form,
+    room_bytes,
+)
+from triaccel_ray.records.plan import Precision, ReasonCode, WeightForm
+from triaccel_ray.records.signals import ParameterSignal
+
+OPEN = ControlConfig(weights="auto", step_in_backward="auto")
+PLAIN, SPLIT, BOTH = WeightForm(), WeightForm(is_split=True), WeightForm(is_split=True, steps_in_backward=True)
+IN_BACKWARD = WeightForm(steps_in_backward=True)
+BATCHES = BatchConfig(accumulate=4)
+GPT = ParameterSignal(
+    num_elements=1000,
+    num_in_bf16=900,
+    bucket_elements=100,
+    model_bytes=4000,
+    state_bytes=8000,
+    saved_bytes=10_000,
+    headroom_bytes=10**6,
+)
+
+
+@pytest.mark.parametrize(
+    ("form", "keeps_copies", "expected"),
+    [
+        (PLAIN, False, 2 * 900 + 4 * 1000),  # casts, and gradients in FP32
+        (PLAIN, True, 2 * 900 + 2 * 900 + 4 * 100),
+        (SPLIT, False, 2 * 900 + 4 * 100),
+        (SPLIT, True, 2 * 900 + 4 * 100),
+        (IN_BACKWARD, False, 2 * 900 + 4 * 100),
+        (IN_BACKWARD, True, 2 * 900 + 4 * 100),
+        (BOTH, False, 4 * 100),
+    ],
+)
+def test_what_a_step_needs_beyond_parameters_and_state(form: WeightForm, keeps_copies: bool, expected: int) -> None:
+    assert needed_bytes(replace(GPT, keeps_copies=keeps_copies), form) == expected + 10_000
+
+
+def test_a_budget_also_holds_process_samples_parameters_and_state() -> None:
+    budget = 2 * PROCESS_BYTES
+    held = PROCESS_BYTES + 500 + 4000 + 8000
+    limited = replace(GPT, budget_bytes=budget, headroom_bytes=None, data_bytes=500)
+    assert room_bytes(limited) == int(BUDGET_SHARE * budget) - held
+    assert room_bytes(replace(limited, headroom_bytes=1000)) == 970  # the smaller of both
+    assert room_bytes(replace(limited, budget_bytes=held)) == 0
+    assert room_bytes(replace(GPT, headroom_bytes=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("needed", "expected"),
+    [(PLAIN, PLAIN), (SPLIT, SPLIT), (BOTH, BOTH)],
+    ids=["plain", "split", "in backward"],
+)
+def test_the_first_form_that_fits_is_chosen(needed: WeightForm, expected: WeightForm) -> None:
+    enough = -(-needed_bytes(GPT, needed) * 100 // 97)
+    assert decide_form(OPEN, replace(GPT, headroom_bytes=enough))[0] == expected
+    assert decide_form(OPEN, replace(GPT, headroom_bytes=enough - 2))[0] != expected or needed == BOTH
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "form", "texts"),
+    [
+        (
+            OPEN,
+            {"headroom_bytes": None},
+            PLAIN,
+            [
+                "weights stay FP32: there is no memory budget",
+                "parameters are updated after the backward pass: there is no memory budget",
+            ],
+        ),
+        (
+            OPEN,
+            {"unsupported_because": "no kernel steps RMSprop"},
+            PLAIN,
+            [
+                "weights stay FP32: no kernel steps RMSprop",
+                "parameters are updated after the backward pass: no kernel steps RMSprop",
+            ],
+        ),
+        (
+            replace(OPEN, clip_norm=1.0),
+            {},
+            SPLIT,
+            [
+                "weights are split: a step would need up to 0.00 GiB, and the memory budget leaves it 0.00 GiB",
+                "parameters are updated after the backward pass: clip_norm = 1 would use the norm of the step before",
+            ],
+        ),
+        (
+            OPEN,
+            {"num_ranks": 2},
+            SPLIT,
+            ["weights are split: a", "parameters are updated after the backward pass: the gradients of 2 ranks are"],
+        ),
+        (
+            OPEN,
+            {"num_in_bf16": 0},
+            IN_BACKWARD,
+            [
+                "weights stay FP32: no layer with weights of its own computes in BF16",
+                "parameters are updated in the backward pass: a step would need up to",
+            ],
+        ),
+        (
+            OPEN,
+            {"may_use_fp16": True},
+            PLAIN,
+            [
+                "weights stay FP32: layers may compute in FP16, where split weights save less",
+                "parameters are updated after the backward pass: layers may compute in FP16, where an overflow would",
+            ],
+        ),
+        (
+            replace(OPEN, batch=BATCHES),
+            {},
+            PLAIN,
+            [
+                "weights stay FP32: sums of the gradients of 4 micro-batches take as much",
+                "parameters are updated after the backward pass: sums of the gradients of 4 micro-batches take",
+            ],
+        ),
+        (replace(OPEN, weights="fp32"), {}, IN_BACKWARD, ["parameters are updated in the backward pass: a step would"]),
+        (replace(OPEN, weights="split"), {}, BOTH, ["parameters are updated in the backward pass: a step would need"]),
+        (replace(OPEN, step_in_backward=False), {}, SPLIT, ["weights are split: a step would need up to"]),
+        (replace(OPEN, step_in_backward=True), {"num_ranks": 1}, BOTH, ["weights are split: a step would need up to"]),
+    ],
+)
+def test_what_speaks_against_a_form_is_a_reason_and_what_is_given_wins(
+    config: ControlConfig, changes: dict[str, Any], form: WeightForm, texts: list[str]
+) -> None:
+    found, reasons = decide_form(config, replace(GPT, **{"headroom_bytes": 1, **changes}))
+    assert found == form
+    assert [reason.text.startswith(text) for reason, text in zip(reasons, texts, strict=True)] == [True] * len(texts)
+    assert {(reason.code, reason.subject) for reason in reasons} == {(ReasonCode.WEIGHT_FORM, "memory")}
+
+
+def test_a_reason_has_what_it_compares() -> None:
+    roomy, tight = (decide_form(OPEN, replace(GPT, headroom_bytes=headroom))[1] for headroom in (10**6, 1000))
+    assert [(each.value, each.threshold) for each in roomy] == [(needed_bytes(GPT, PLAIN), 970_000)] * 2
+    values = needed_bytes(GPT, PLAIN), needed_bytes(GPT, SPLIT)
+    assert [(each.value, each.threshold) for each in tight] == [(value, 970) for value in values]
+    small = replace(GPT, bucket_elements=1000, keeps_copies=True, headroom_bytes=1)
+    form, (reason,) = decide_form(replace(OPEN, weights="fp32"), small)
+    assert form == PLAIN  # FP32 gradients of one bucket that holds all take more than those of copies
+    assert reason.text.endswith("GiB, but it would need no less")
+
+
+@pytest.mark.parametrize("weights", ["fp32", "split"])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_without_auto_the_settings_are_the_form_and_nothing_is_said(weights: Any, in_backward: bool) -> None:
+    config = ControlConfig(weights=weights, step_in_backward=in_backward)
+    asked = WeightForm(is_split=weights == "split", steps_in_backward=in_backward)
+    assert decide_form(config, None) == (asked, [])
+    assert decide_form(config, replace(GPT, headroom_bytes=1)) == (asked, [])
+    assert remember_form(config, None, None) == (None, [])
+
+
+SIGNALS = st.builds(
+    ParameterSignal,
+    num_elements=st.integers(1000, 10**9),
+    num_in_bf16=st.integers(0, 1000),
+    bucket_elements=st.integers(1, 10**7),
+    model_bytes=st.integers(0, 10**10),
+    state_bytes=st.integers(0, 10**10),
+    saved_bytes=st.integers(0, 10**11),
+    data_bytes=st.integers(0, 10**9),
+    keeps_copies=st.booleans(),
+    may_use_fp16=st.booleans(),
+    num_ranks=st.integers(1, 3),
+)
+CONFIGS = st.builds(
+    ControlConfig,
+    weights=st.sampled_from(["fp32", "split", "auto"]),
+    step_in_backward=st.sampled_from([False, True, "auto"]),
+    clip_norm=st.sampled_from([None, 1.0]),
+    batch=st.sampled_from([BatchConfig(), BATCHES]),
+)
+BYTES = st.integers(1, 2 * 10**11)
+
+
+@given(CONFIGS, SIGNALS, st.lists(BYTES, min_size=2, max_size=5), st.booleans())
+def test_it_stays_within_the_budget_where_any_form_does_and_a_larger_one_never_brings_a_leaner_form(
+    config: ControlConfig, signal: ParameterSignal, sizes: list[int], is_headroom: bool
+) -> None:
+    name = "headroom_bytes" if is_headroom else "budget_bytes"
+    limited = [replace(signal, **{name: size}) for size in sorted(sizes)]
+    forms = [decide_form(config, each)[0] for each in limited]
+    reachable = {decide_form(config, replace(signal, headroom_bytes=size))[0] for size in (1, 10**13)}
+    for each, form in zip(limited, forms, strict=True):
+        room = room_bytes(each)
+        assert room is not None
+        needed = needed_bytes(signal, form)
+        assert needed <= room or all(needed_bytes(signal, other) > room for other in reachable)
+        if config.weights != "auto":
+            assert form.is_split == (config.weights == "split")
+        if config.step_in_backward != "auto":
+            assert form.steps_in_backward == config.step_in_backward
+    leanness = [form.is_split + form.steps_in_backward for form in forms]
+    assert leanness == sorted(leanness, reverse=True)
+
+
+def test_the_first_tick_records_the_decision_a_later_one_only_a_change_and_replay_reproduces_both() -> None:
+    config = replace(OPEN, revert_slowdowns=False)
+    state, log = initial_decision(config, [("conv", tuple(Precision))]).state, []
+    for tick, headroom in enumerate([1, 1, 10**6]):  # as after a resumption with more memory
+        signal = replace(GPT, headroom_bytes=headroom)
+        observation = observation_of(plan_of(), tick=tick, parameters=signal)
+        decision = decide(config, observation, state)
+        log.append((observation, decision))
+        state = decision.state
+    codes = [[reason.code for reason in decision.reasons] for _, decision in log]
+    assert [each.count(ReasonCode.WEIGHT_FORM) for each in codes] == [2, 0, 2]
+    assert [decision.state.form for _, decision in log] == [BOTH, BOTH, PLAIN]
+    assert replay(config, log).decisions == tuple(decision for _, decision in log)

@@ -1,0 +1,290 @@
+"""Loops whose settings leave the form of the weights open: what they choose, and that they train as if told so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from tests.apply.test_split_weights import EVERY, IN_BF16, OPTIMIZERS, run
+from tests.build import blobs, cross_entropy, mlp, same, values
+from triaccel_ray.apply import step_in_backward
+from triaccel_ray.apply.fused_optimizer import state_bytes
+from triaccel_ray.config import ControlConfig, PrecisionConfig
+from triaccel_ray.decide import replay
+from triaccel_ray.loop import ControlLoop
+from triaccel_ray.measure.saved_bytes import counting_saved_bytes
+from triaccel_ray.records.checkpoint import load_checkpoint, save_checkpoint
+from triaccel_ray.records.events import Tick
+from triaccel_ray.records.plan import Precision, ReasonCode, WeightForm
+from triaccel_ray.records.signals import ParameterSignal
+
+LARGE = replace(IN_BF16.batch, start=10**6, maximum=10**6)
+"""A first batch that is predicted to take 400 MB, and passes as the 40 samples that there are."""
+OPEN = replace(IN_BF16, weights="auto", step_in_backward="auto", batch=LARGE, every_steps=2)
+TIGHT, ROOMY = 200 * 2**20, 8 * 2**30
+"""Headrooms that suffice for the 40 samples; the first is predicted not to."""
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_in_backward, "BUCKET_ELEMENTS", 30)
+
+
+def deep(*, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    inner = [part for _ in range(6) for part in (nn.Linear(16, 16), nn.ReLU())]
+    return nn.Sequential(nn.Linear(8, 16), *inner, nn.Linear(16, 4))
+
+
+def loop_of(
+    model: nn.Module,
+    config: ControlConfig = OPEN,
+    kind: str = "adamw",
+    headroom: int | None = TIGHT,
+    data: Any = None,
+    on_tick: Callable[[Tick], None] | None = None,
+) -> ControlLoop:
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    data = blobs(40) if data is None else data
+    return ControlLoop(model, optimizer, cross_entropy, data, config=config, memory_headroom=headroom, on_tick=on_tick)
+
+
+def form_of(loop: ControlLoop) -> WeightForm:
+    """The form that the loop's steps really have."""
+    is_split = loop._training._split_weights is not None
+    return WeightForm(is_split=is_split, steps_in_backward=loop._training._stepper is not None)
+
+
+def texts_of(tick: Tick) -> list[str]:
+    return [reason.text for reason in tick.decision.reasons if reason.code is ReasonCode.WEIGHT_FORM]
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("changes", "headroom", "given"),
+    [
+        ({}, TIGHT, {"weights": "split", "step_in_backward": True}),
+        ({"clip_norm": 0.5}, TIGHT, {"weights": "split", "step_in_backward": False}),
+        ({"weights": "fp32"}, TIGHT, {"step_in_backward": True}),
+        ({"step_in_backward": False}, TIGHT, {"weights": "split"}),
+        ({}, ROOMY, {"weights": "fp32", "step_in_backward": False}),
+        ({}, None, {"weights": "fp32", "step_in_backward": False}),
+    ],
+)
+def test_it_trains_bit_for_bit_as_with_the_settings_that_it_chooses(
+    changes: Any, headroom: int | None, given: Any, kind: str
+) -> None:
+    ticks: list[Tick] = []
+    model, twin = deep(), deep()
+    config = replace(OPEN, **changes)
+    loop = loop_of(model, config, kind, headroom, on_tick=ticks.append)
+    explicit = loop_of(twin, replace(config, **given), kind, headroom)
+    assert form_of(loop) == form_of(explicit)
+    run(loop, 6)
+    run(explicit, 6)
+    assert same(values(model), values(twin))
+    assert same(loop.optimizer.state_dict(), explicit.optimizer.state_dict())
+    loop.close()
+    assert ticks[0].decision.state.form == form_of(explicit)
+    assert len(texts_of(ticks[0])) == [config.weights, config.step_in_backward].count("auto")
+    assert not any(texts_of(tick) for tick in ticks[1:])
+    log = [(tick.observation, tick.decision) for tick in ticks]
+    assert replay(config, log).decisions == tuple(tick.decision for tick in ticks)
+
+
+def test_a_resumed_run_has_the_same_form_and_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole, first, second = deep(), deep(), deep(seed=1)
+    ticks: list[Tick] = []
+    uninterrupted = loop_of(whole)
+    run(uninterrupted, 8)
+    loop = loop_of(first)
+    run(loop, 4)
+    save_checkpoint(tmp_path / "checkpoint.pt", loop.state_dict())
+    resumed = loop_of(second, on_tick=ticks.append)
+    resumed.load_state_dict(load_checkpoint(tmp_path / "checkpoint.pt"))
+    assert form_of(resumed) == form_of(loop) == WeightForm(is_split=True, steps_in_backward=True)
+    for _ in range(4):
+        resumed.step()
+    assert same(values(second), values(whole))
+    assert ticks
+    assert not any(map(texts_of, ticks))  # said by the first run
+
+
+def test_a_run_that_resumes_with_more_memory_goes_on_in_the_plain_form_and_says_so(tmp_path: Path) -> None:
+    model, ticks = deep(), []
+    loop = loop_of(deep())
+    run(loop, 4)
+    save_checkpoint(tmp_path / "checkpoint.pt", loop.state_dict())
+    before = values(loop.model)
+    resumed = loop_of(model, headroom=ROOMY, on_tick=ticks.append)
+    resumed.load_state_dict(load_checkpoint(tmp_path / "checkpoint.pt"))
+    assert same(values(model), before)
+    run(resumed, 2)
+    resumed.close()
+    assert [text.partition(":")[0] for text in texts_of(ticks[0])] == [
+        "weights stay FP32",
+        "parameters are updated after the backward pass",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda p: torch.optim.RMSprop(p, lr=1e-3), "no kernel steps RMSprop"),
+        (lambda p: torch.optim.AdamW(p, lr=1e-3), "the optimizer is neither fused nor capturable"),
+    ],
+)
+def test_an_optimizer_without_a_kernel_keeps_the_plain_form(make: Any, reason: str) -> None:
+    ticks: list[Tick] = []
+    model = deep()
+    loop = ControlLoop(
+        model, make(model.parameters()), cross_entropy, blobs(40), config=OPEN, memory_headroom=TIGHT,
+        on_tick=ticks.append,
+    )  # fmt: skip
+    run(loop, 2)
+    loop.close()
+    assert form_of(loop) == WeightForm()
+    assert texts_of(ticks[0]) == [
+        f"weights stay FP32: {reason}",
+        f"parameters are updated after the backward pass: {reason}",
+    ]
+
+
+def test_hooks_on_gradients_keep_the_plain_form() -> None:
+    model = deep()
+    model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    signal = loop_of(model)._training.parameters
+    assert signal is not None
+    assert signal.unsupported_because == "hooks act on gradients"
+
+
+class Transforming(nn.Module):
+    """A model whose forward pass cannot be watched: functorch refuses hooks on saved tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda x: (x**2).sum())(inputs)
+        outputs: Tensor = self.inner(slope)
+        return outputs
+
+
+def test_a_model_that_cannot_be_measured_keeps_the_plain_form() -> None:
+    loop = loop_of(Transforming())
+    assert form_of(loop) == WeightForm()
+    signal = loop._training.parameters
+    assert signal is not None
+    assert signal.unsupported_because.startswith("two samples cannot be passed to measure what they save: ")
+    loop.step()
+
+
+def test_an_error_of_the_users_code_is_raised_as_without_auto() -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        raise KeyError("no such class")
+
+    messages = []
+    for config in (OPEN, IN_BF16):
+        model = mlp()
+        with pytest.raises(ValueError, match="the loss raised KeyError") as error:
+            ControlLoop(model, OPTIMIZERS["adamw"](model.parameters()), loss, blobs(40), config=config)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+class Stream(IterableDataset[Any]):
+    """Samples that go on where they stopped, unless their state is loaded; counts those that were read."""
+
+    def __init__(self) -> None:
+        self.samples, self.position, self.read = list(zip(*blobs(40), strict=True)), 0, []
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.position < len(self.samples):
+            self.position += 1
+            self.read.append(self.position - 1)
+            yield self.samples[self.position - 1]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def test_measuring_reads_no_sample_of_a_stream_twice() -> None:
+    streams = Stream(), Stream()
+    for stream, config in zip(streams, (OPEN, IN_BF16), strict=True):
+        loop = loop_of(mlp(), config, data=stream)
+        loop.train_epoch()
+    assert streams[0].read == streams[1].read
+
+
+def test_the_signal_has_the_bytes_of_model_state_samples_and_saved_tensors() -> None:
+    model = mlp()  # 128 + 16, 256 + 16, 64 + 4 elements
+    loop = loop_of(model, replace(OPEN, batch=replace(LARGE, start=64)))
+    assert loop._training.parameters == ParameterSignal(
+        num_elements=484,
+        num_in_bf16=448,
+        bucket_elements=272,
+        model_bytes=4 * 484,
+        state_bytes=8 * 484,
+        saved_bytes=64 * (4 * (8 + 16 + 16) + 4 * 4 + 8) + 32 * 4,  # inputs, activations, log-softmax, targets, weight
+        data_bytes=40 * (4 * 8 + 8),
+        headroom_bytes=TIGHT,
+    )
+
+
+@pytest.mark.parametrize("in_8_bits", [False, True])
+@EVERY
+def test_the_bytes_of_the_state_are_those_allocated(kind: str, in_8_bits: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))  # 4096 elements in codes
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    config = replace(IN_BF16, optimizer_state="8bit" if in_8_bits else "fp32")
+    data = torch.randn(8, 64), torch.arange(8) % 4
+    ControlLoop(model, optimizer, cross_entropy, data, config=config)
+    state = [tensor for each in optimizer.state.values() for tensor in each.values() if tensor.dim()]
+    assert state_bytes(optimizer, in_8_bits=in_8_bits) == sum(tensor.nbytes for tensor in state)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert state_bytes(plain, in_8_bits=in_8_bits) == 0
+
+
+def test_memory_that_several_saved_tensors_share_counts_once_and_that_of_parameters_never() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    inputs = torch.randn(8, 4)
+    with counting_saved_bytes(model) as counted:
+        hidden = model(inputs)
+        outputs = hidden.relu() * hidden.relu().detach() + model(inputs)
+    assert counted.total == inputs.nbytes + 2 * hidden.nbytes  # the output of relu, and the detached factor
+    del outputs
+
+
+@pytest.mark.parametrize(
+    ("precision", "may_use_fp16"),
+    [
+        (PrecisionConfig(allow_slow_precisions=True), True),
+        (PrecisionConfig(allow_slow_precisions=True, tau_low=0.0), False),
+        (PrecisionConfig(allow_slow_precisions=True, enabled=False), False),
+        (PrecisionConfig(allow_slow_precisions=True, enabled=False, initial=Precision.FP16), True),
+    ],
+)
+def test_whether_layers_may_compute_in_fp16(precision: PrecisionConfig, may_use_fp16: bool) -> None:
+    signal = loop_of(deep(), replace(OPEN, precision=precision))._training.parameters
+    assert signal is not None
+    assert signal.may_use_fp16 is may_use_fp16
+
+
+def test_without_auto_nothing_is_measured() -> None:
+    ticks: list[Tick] = []
+    loop = loop_of(deep(), replace(IN_BF16, every_steps=2), on_tick=ticks.append)
+    run(loop, 2)
+    assert loop._training.parameters is None
+    assert ticks[0].observation.parameters is ticks[0].decision.state.form is None
