@@ -24,7 +24,7 @@ from triaccel_ray.service.tracking import shipped
 
 def test_the_files_of_a_command_are_those_that_its_modules_write() -> None:
     written = (search.SEARCH, comparison.COMPARISON, search.PREPARED, comparison.FIXED_SETTING, search.JOURNAL)
-    assert set(COMMAND_FILES) == {*written, search.FOUND, shipped.SHIPPED, SETTINGS, REPORT, "comparison.md"}
+    assert set(COMMAND_FILES) == {*written, search.FOUND, shipped.SHIPPED, SETTINGS, REPORT}
 
 
 def test_a_command_and_its_store_hold_the_same(machines: Machines, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ def execute(command: specs.Command) -> int:
         case specs.Trains() | specs.Resume():
             outcome = carry_out(command, show=show)
             if outcome.view is not None:
-                point_to(outcome.context.place, outcome.context.where)
+                point_to(outcome.work.place, outcome.work.where)
             return int(not outcome.is_complete)
         case specs.Report():
             show(view_at(find(command.name, command.where)))

@@ -22,10 +22,9 @@ from triaccel_ray.service.runs.methods import FIXED, METHODS
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import JOULES, ONE_VIEW
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.storage import layout
+from triaccel_ray.service.storage.layout import FIGURES
 from triaccel_ray.service.units import counted
 
-COMPARISON_MARKDOWN = "comparison.md"
 MIN_PAIRS = 3
 """Fewest pairs for a confidence interval: two differences leave a single degree of freedom."""
 LEVEL = 0.95
@@ -38,19 +37,17 @@ def label(method: str) -> str:
 
 
 def view_comparison(record: Comparison) -> View:
-    """Returns a comparison's tables; writes them to a Markdown file and, with a figure, to the HTML page."""
+    """Returns the view of a comparison, its tables; writes its figure and page."""
     folder, spec, base = record.folder, record.spec, record.spec.base
     title = f"{folder.name}: {base.task}"
     tables = comparison_tables(record)
     advice, command = _advice(record)
     missing = [name for name in final_runs(spec, record.fixed) if name not in record.runs]
-    text = "\n".join(f"## {grid.title}\n\n{grid.markdown()}" for grid in tables)
-    layout.write_atomically(folder / COMPARISON_MARKDOWN, f"# {title}\n\n{text}")
     pictures = []
     if series := [_series(each, base.goal) for each in _results(record, spec.all_methods).values() if each.by_seed]:
         subtitle = joined(f"{base.task}, {counted(spec.num_seeds, 'seed')}, mean ± deviation", sharing_note(base))
         figure = metric_against_cost(series, base.goal, subtitle=subtitle, samples="test")
-        pictures = [save(figure, folder / layout.FIGURES / f"{base.goal.name}_against_cost.png")]
+        pictures = [save(figure, folder / FIGURES / f"{base.goal.name}_against_cost.png")]
     facts = {"seeds": f"{spec.num_seeds}, from 0"} | {label(name): METHODS[name] for name in spec.all_methods}
     return with_page(
         View(

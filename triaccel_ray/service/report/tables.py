@@ -1,4 +1,4 @@
-"""Tables of results with cells of plain text, shared by terminal, Markdown and HTML."""
+"""Tables of results with cells of plain text, shared by terminal and HTML page."""
 
 from __future__ import annotations
 
@@ -40,12 +40,6 @@ class Grid:
     note: str = ""
     spare: Sequence[str] = ()
     """Columns that a narrow terminal drops, the first one first."""
-
-    def markdown(self) -> str:
-        """Returns the table in Markdown."""
-        lines = [f"| {' | '.join(row)} |" for row in (self.header, *self.rows)]
-        lines.insert(1, "|" + "---|" * len(self.header))
-        return "\n".join([*lines, "", self.note, ""] if self.note else [*lines, ""])
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Returns the rows as dictionaries by heading, with numbers parsed and empty cells as None.

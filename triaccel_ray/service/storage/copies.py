@@ -29,7 +29,7 @@ LOG_FILES = (SPEC, ERROR, DAMAGED, REPLACED, EVENTS)
 """Files to view a run, though not to resume it; the log is last because it says what the others hold."""
 RUN_FILES = (MODEL, *LOG_FILES, CHECKPOINT)
 """Files that a run uploads, in this order. Everything else stays on its machine."""
-PAGE_FILES = (SETTINGS, "found.json", "comparison.md", "report.html")
+PAGE_FILES = (SETTINGS, "found.json", "report.html")
 WRITER = ".writer"
 """File in the store that names the training folder in which a run continues."""
 SETS = ("search.json", "comparison.json")

@@ -22,8 +22,7 @@ from triaccel_ray.service.tracking.metrics import RESULT, metrics_of, params_of,
 from triaccel_ray.service.tracking.shipped import SHIPPED, Shipped, read_shipped
 from triaccel_ray.service.tracking.tracking import Tracker
 
-_INPUTS_AND_RESULTS = (EVENTS, SPEC, "found.json", "comparison.json", "fixed.json")
-ARTIFACTS = (*_INPUTS_AND_RESULTS, "comparison.md", "report.html", ERROR, FIGURES)
+ARTIFACTS = (EVENTS, SPEC, "found.json", "comparison.json", "fixed.json", "report.html", ERROR, FIGURES)
 """Files and folders of a run that are uploaded as artifacts when it ends."""
 
 LONGEST_PARAM = 6000
