@@ -34,9 +34,9 @@ from triaccel_ray.search_spaces.thresholds import search_space
 from triaccel_ray.service.cluster.cluster import cluster
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.spec import run_spec
-from triaccel_ray.service.search.search import SEARCH, TRIALS, Prepared, tune_trials
+from triaccel_ray.service.search.search import Prepared, tune_trials
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.storage.layout import EVENTS, begin
+from triaccel_ray.service.storage.layout import EVENTS, SEARCH, TRIALS, begin
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 

@@ -23,9 +23,9 @@ from triaccel_ray.records.events import Epoch, Event, read_events
 from triaccel_ray.service.cluster.cluster import cluster, gpu_fraction, require_gpus
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.shared_data import share_splits
-from triaccel_ray.service.search.search import SEARCH, Prepared, read_search, tune_trials
+from triaccel_ray.service.search.search import Prepared, read_search, tune_trials
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.storage.layout import begin
+from triaccel_ray.service.storage.layout import SEARCH, begin
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 MODULE = """

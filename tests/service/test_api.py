@@ -168,7 +168,7 @@ def test_a_ray_that_runs_already_is_used_again_and_again(
     assert report.best is not None
     said = capsys.readouterr()
     assert said.out == ""
-    assert "1/1 trial-000 finished: epoch 1/1" in said.err
+    assert "1/1 trial-000 finished after epoch 1/1" in said.err
     run(notebook.Blobs, name="second", **QUICK, **where)
     assert ray.get_runtime_context().gcs_address == cluster_address  # it has not been shut down
     assert {"first", "second"} < {each.name for each in runs(sqlite_tracker, experiment)}

@@ -30,8 +30,8 @@ from triaccel_ray.service.compare.comparison import read_comparison
 from triaccel_ray.service.report.search import recommendation
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.worker import Worker
-from triaccel_ray.service.search.search import FOUND, best_trial, read_search
-from triaccel_ray.service.storage.layout import ERROR, EVENTS, MODEL, SPEC, claiming_name
+from triaccel_ray.service.search.search import best_trial, read_search
+from triaccel_ray.service.storage.layout import ERROR, EVENTS, FOUND, MODEL, SPEC, claiming_name
 from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.trainables.task import Purpose
 

@@ -24,14 +24,13 @@ from triaccel_ray.service.cli.specs import Resume, Trains
 from triaccel_ray.service.cli.translation import spec_of
 from triaccel_ray.service.cluster.cluster import (
     ClusterUnavailableError,
-    display_address,
     environment_variables,
     require_listening,
     require_reachable,
     scoped_token_auth,
 )
 from triaccel_ray.service.console import err, out, rich_table
-from triaccel_ray.service.credentials import without_passwords
+from triaccel_ray.service.credentials import display_address, without_passwords
 from triaccel_ray.service.report.tables import Grid
 from triaccel_ray.service.session import checked_name, named_store, new_name, require_experiment, tracking_uri_of
 from triaccel_ray.service.storage.storage_path import StoragePath
@@ -241,7 +240,7 @@ def submission(words: Sequence[str], *, name: str | None) -> Submission:
         kept = [target if word == command.name else word for word in kept]
         job = checked_name(name) if name is not None else new_name(None, "resume", subject)
     else:
-        tracking_uri_of(storage, command.where.tracking_uri)
+        tracking_uri_of(command.where)
         store = named_store(command.where.tracking_uri)
         require_experiment(command.experiment)
         spec_of(command)  # raises errors in the options now; otherwise they would appear later, in the job's log

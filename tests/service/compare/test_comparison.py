@@ -17,8 +17,6 @@ from triaccel_ray.records.events import End, LogError
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.compare.comparison import (
-    COMPARISON,
-    FIXED_SETTING,
     READINGS,
     Comparison,
     FixedSetting,
@@ -40,7 +38,7 @@ from triaccel_ray.service.report.report import show
 from triaccel_ray.service.report.tables import RESULT_HEADINGS, Grid
 from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.record import RunRecord
-from triaccel_ray.service.storage.layout import begin
+from triaccel_ray.service.storage.layout import COMPARISON, FIXED_SETTING, begin
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 

@@ -64,7 +64,7 @@ def test_a_search_lists_baselines_then_trials_best_first() -> None:
     assert [row[7] for row in grid.rows[:5]] == ["90.00", "90.00", "92.00", "91.00", "80.00 *"]
     assert (grid.rows[5][6], grid.rows[6][1]) == ("1 of 30", "failed (non_finite)")
     assert [list(row[2:6]) for row in grid.rows[1:3]] == [[""] * 4, ["3.00e-07", "2.00e-05", "0.600", "0.850"]]
-    assert "at least 89.00 % (AMP 90.00 %, margin 1 points)" in grid.note
+    assert "at least 89.00 % (AMP 90.00 %, margin 1 point)" in grid.note
     assert "stopped: pruned before its last epoch" in grid.note
     assert {each.label: [point.metric for point in each.points] for each in outcomes(record)} == {
         "stopped early (pruned)": [99.0],
@@ -166,7 +166,7 @@ def test_without_a_trial_within_the_margin_the_reason_is_said() -> None:
     sentence, command = recommendation(replace(record, trials=(*record.trials, failed)))
     assert command.endswith("amp")
     assert sentence.endswith("On this task and hardware train with AMP:")
-    assert "None of the 1 finished trials reaches 89.00 % (AMP with a margin of 1 points)" in sentence
+    assert "1 trial finished, and none reaches 89.00 % (AMP with a margin of 1 point)" in sentence
     assert "larger --margin. 1 failed; the page lists the reasons." in sentence
     faster = changed(record.baselines["fp32"], seconds=0.1)
     assert recommendation(replace(record, baselines={**record.baselines, "fp32": faster}))[1].endswith("fp32")

@@ -36,11 +36,10 @@ def execute(command: specs.Command) -> int:
             out.print("\n".join(lines), soft_wrap=True)
         case specs.Ui():
             require(1 <= command.port <= 65535, "port", command.port, "must lie in 1 to 65535")
-            storage, given = command.where.storage_path, command.where.tracking_uri
-            ui.require_store(tracker_of(storage, given))
-            return ui.show(open_tracker(storage, given), command.host, command.port)
+            ui.require_store(tracker_of(command.where))
+            return ui.show(open_tracker(command.where), command.host, command.port)
         case specs.Doctor(tasks=False, where=where):
-            return show_findings(where.storage_path, where.tracking_uri, where.address)
+            return show_findings(where)
         case specs.Doctor():
             for name in TASKS:
                 task = load_task(name, None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import signal
 import socket
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,7 @@ from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.service.cluster.head_watch import stops_answering, watching
 from triaccel_ray.service.console import err
-from triaccel_ray.service.credentials import without_passwords
+from triaccel_ray.service.credentials import display_address, without_passwords
 from triaccel_ray.service.runs.environment import COMMIT_VARIABLE, commit_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.signals import as_interrupt, deferring_interrupt
@@ -259,11 +258,6 @@ def require_listening(address: str | None) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError, OverflowError) as error:
         raise _unavailable(address, first_line(error)) from error
-
-
-def display_address(address: str) -> str:
-    """Returns `address`, with or without a scheme, without user and password, for messages."""
-    return address if "@" not in address else re.sub(r"^(\w+://)?.*@", r"\1***@", address)
 
 
 def _unavailable(address: str, reason: str) -> ClusterUnavailableError:

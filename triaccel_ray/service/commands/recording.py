@@ -13,11 +13,11 @@ from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.console import err
 from triaccel_ray.service.failures import cause_of, reporting_full_disk
 from triaccel_ray.service.runs.record import has_begun
-from triaccel_ray.service.search.search import JOURNAL, best_trial, read_search
+from triaccel_ray.service.search.search import best_trial, read_search
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.search.suggestions import ended_trials
 from triaccel_ray.service.session import tracking_uri_of
-from triaccel_ray.service.storage.layout import EVENTS
+from triaccel_ray.service.storage.layout import EVENTS, JOURNAL
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.shipped import read_shipped
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
@@ -59,11 +59,11 @@ def with_recorded_store(folder: Path, where: Where) -> Where:
     shipped = read_shipped(folder)
     if where.tracking_uri is None and shipped is not None:
         path = sqlite_path(shipped.store)
-        usual = None if where.storage_path.uri is not None else tracking_uri_of(where.storage_path, None)
+        usual = None if where.storage_path.uri is not None else tracking_uri_of(where)
         if shipped.store != usual and (path is None or path.is_file()):
             err.print(f"recorded in {shipped.store}, as before; --tracking-uri names another store", soft_wrap=True)
             where = replace(where, tracking_uri=shipped.store)
-    tracking_uri_of(where.storage_path, where.tracking_uri)
+    tracking_uri_of(where)
     return where
 
 

@@ -17,7 +17,6 @@ from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search, Trains
 from triaccel_ray.service.cli.translation import spec_of
 from triaccel_ray.service.cluster.cluster import (
     cluster,
-    display_address,
     gpus_of_a_run,
     joined_address,
     require_gpus,
@@ -32,11 +31,11 @@ from triaccel_ray.service.commands.recording import (
     search_parent,
     with_recorded_store,
 )
-from triaccel_ray.service.compare import comparison
 from triaccel_ray.service.compare.choosing import choose, trial_of
-from triaccel_ray.service.compare.comparison import COMPARISON, read_comparison, summary_metrics
+from triaccel_ray.service.compare.comparison import read_comparison, summary_metrics
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.console import err, out
+from triaccel_ray.service.credentials import display_address
 from triaccel_ray.service.failures import RunFailedError
 from triaccel_ray.service.report.comparison import view_comparison
 from triaccel_ray.service.report.report import View
@@ -49,10 +48,6 @@ from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.search.search import (
-    FOUND,
-    REPEATS,
-    SEARCH,
-    TRIALS,
     best_trial,
     contenders,
     prepare,
@@ -66,8 +61,13 @@ from triaccel_ray.service.session import find, new_name, open_tracker, require_e
 from triaccel_ray.service.storage.copies import PAGE_FILES
 from triaccel_ray.service.storage.layout import (
     BASELINES,
+    COMPARISON,
     ERROR,
+    FOUND,
+    REPEATS,
+    SEARCH,
     SETTINGS,
+    TRIALS,
     begin,
     claiming_name,
     write_atomically,
@@ -126,7 +126,7 @@ def carry_out(command: Trains | Resume, show: Show = lambda view: None) -> Outco
     work = Work(
         place=place,
         where=where,
-        tracker=open_tracker(where.storage_path, where.tracking_uri),
+        tracker=open_tracker(where),
         experiment=experiment,
         resume=is_resumed,
         resume_command=command_to_resume(place, where),
@@ -276,7 +276,7 @@ def _compare(spec: ComparisonSpec, work: Work, show: Show) -> Outcome:
             num_gpus = gpus_of_a_run(base, work.where.address)
             if spec.num_fixed and read_comparison(folder).fixed is None:
                 title = f"{base.task}: trials on validation samples"
-                with Progress(title, folder / comparison.TRIALS, goal=base.goal):
+                with Progress(title, folder / TRIALS, goal=base.goal):
                     choose(spec, place, num_gpus=num_gpus, shared=_share_samples(trial_of(base)))
             missing = read_comparison(folder).unfinished()
             with Progress(f"{base.task}: comparison", folder, missing, goal=base.goal):

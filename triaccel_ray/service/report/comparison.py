@@ -17,7 +17,7 @@ from triaccel_ray.service.report.drawing import METHOD_STYLES, Series, metric_ag
 from triaccel_ray.service.report.provenance import about, all_settings, sharing_note, troubles
 from triaccel_ray.service.report.readings import best_of, mean_and_deviation, readings_grid
 from triaccel_ray.service.report.report import View, with_page
-from triaccel_ray.service.report.tables import TO_TARGET, VIEWS_NOTE, Grid, joined, result_headings
+from triaccel_ray.service.report.tables import TO_TARGET, VIEWS_NOTE, Grid, joined, lines, result_headings
 from triaccel_ray.service.runs.methods import FIXED, METHODS
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import JOULES, ONE_VIEW
@@ -106,14 +106,14 @@ def comparison_tables(record: Comparison) -> list[Grid]:
     """Returns the comparison's tables in reading order, without empty ones."""
     spec, base, goal = record.spec, record.spec.base, record.spec.base.goal
     held_apart = "" if base.target is None else "trained without the validation samples, which judged each epoch"
-    shared, table_1 = joined(sharing_note(base), held_apart), _results(record, spec.table_1)
+    shared, table_1 = lines(sharing_note(base), held_apart), _results(record, spec.table_1)
     table_2 = {row: record.results(method) for method, row in ABLATION.items()} if spec.ablation else {}
     amp = table_1.get(REFERENCE)
     note = "" if amp is not None else "AMP is not among the methods: there is nothing to compare with"
     to_amp = [(name, each, amp) for name, each in table_1.items() if amp is not None and each is not amp]
     to_above = [(name, each, above) for (_, above), (name, each) in pairwise(table_2.items())]
     tables = (
-        values_grid("Table 1, test samples, read once by each run", table_1, goal, note=joined(shared, note)),
+        values_grid("Table 1, test samples, read once by each run", table_1, goal, note=lines(shared, note)),
         readings_grid("Table 1, the score by each reading of time and memory", table_1, goal, base.target),
         differences_grid("Table 1, differences to AMP", to_amp, goal),
         values_grid("Table 2, the ablation", table_2, goal, note=shared),
@@ -137,7 +137,7 @@ def values_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, no
             [name, str(len(results.by_seed)), *(mean_and_deviation(results, figure) for figure in headings)]
             for name, results in rows.items()
         ],
-        note=joined(
+        note=lines(
             "mean ± standard deviation over seeds",
             "s/epoch: mean of the last five epochs, without the first of the run",
             f"score = {quality_text(goal)} / (s/epoch x process peak GB)",

@@ -12,7 +12,7 @@ from triaccel_ray.service.cli.options import repeat_command
 from triaccel_ray.service.report.drawing import BLUE, GRAY, METHOD_STYLES, NAVY, Series, metric_against_cost, save
 from triaccel_ray.service.report.provenance import about, all_settings, sharing_note, troubles
 from triaccel_ray.service.report.report import View, with_page
-from triaccel_ray.service.report.tables import FIGURE_COLUMNS, STAR, Grid, figure_cells, joined
+from triaccel_ray.service.report.tables import FIGURE_COLUMNS, STAR, Grid, figure_cells, joined, lines
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.search import search
@@ -26,7 +26,8 @@ from triaccel_ray.service.search.search import (
 )
 from triaccel_ray.service.search.spec import dimensions
 from triaccel_ray.service.search.suggestions import trial_name
-from triaccel_ray.service.storage.layout import FIGURES
+from triaccel_ray.service.storage.layout import FIGURES, FOUND, TRIALS
+from triaccel_ray.service.units import counted
 
 _WAYS_OUT: Final[Mapping[str, str]] = {
     "out_of_memory": "give more --memory-headroom or --memory-budget, or a smaller --batch-size",
@@ -40,9 +41,7 @@ def view_search(record: SearchRecord) -> View:
     """Returns the view of a search, its trials and recommendation; writes its figures and page."""
     folder, grid, spec, (sentence, command) = record.folder, search_grid(record), record.spec, recommendation(record)
     found = tuned_thresholds_of(record)
-    lines = [sentence, command]
-    if found is not None:
-        lines.append(f"thresholds of the best trial, and what it takes to find them again: {folder / search.FOUND}")
+    where = f"thresholds of the best trial, and what it takes to find them again: {folder / FOUND}"
     named = {f"baseline {name}": run for name, run in record.baselines.items()}
     named |= {run.name: run for run in chain(record.trials, *record.repeats.values())}
     rows = zip(grid.as_dicts(), grid.rows, strict=True)
@@ -54,14 +53,14 @@ def view_search(record: SearchRecord) -> View:
         pictures = [save(figure, folder / FIGURES / "pareto.png")]
     facts = {"space, objective": f"{spec.space}, {spec.objective}", "seed": f"{spec.base.seed}, sampler {spec.seed}"}
     runs = [*record.baselines.values(), *record.trials]
-    of_a_trial = repeat_command("report", folder / search.TRIALS / "NAME").replace("--from ", "")
+    of_a_trial = repeat_command("report", folder / TRIALS / "NAME").replace("--from ", "")
     return with_page(
         View(
             folder=folder,
             title=f"{folder.name}: {spec.base.task}",
             parts=[
                 grid,
-                "\n".join(filter(None, lines)),
+                lines(sentence, command, "" if found is None else where),
                 troubles(named, missing_runs(record), record.damaged),
                 *pictures,
             ],
@@ -94,10 +93,9 @@ def search_grid(record: SearchRecord) -> Grid:
     notes = ["figures are those of the epoch named beside them"]
     if objective.reference:
         amp = objective.goal.text(objective.reference[-1])
-        notes.append(
-            f"best: {objective.name}, among trials of {objective.limit_text} (AMP {amp}, margin "
-            f"{objective.margin_text}); * behind AMP at the same epoch by more than the margin"
-        )
+        margin = objective.margin_text
+        notes.append(f"best: {objective.name}, among trials of {objective.limit_text} (AMP {amp}, margin {margin})")
+        notes.append("*: behind AMP at the same epoch by more than the margin")
     if record.repeats:
         again = f"again: the best of {search.NUM_REPEATS} more runs"
         notes.append(f"{again}; of the best trial and the baselines the best run counts")
@@ -108,7 +106,7 @@ def search_grid(record: SearchRecord) -> Grid:
         header=header,
         rows=rows,
         title=f"{record.folder.name}: {spec.base.task}, {done} of {spec.num_trials} trials",
-        note=joined(*notes),
+        note=lines(*notes),
         spare=("peak GB", "status", *names[::-1]),
     )
 
@@ -179,8 +177,8 @@ def _why_none(record: SearchRecord) -> str:
     reasons = f" {failed} failed; the page lists the reasons." if failed else ""
     limit, margin = record.objective.goal.text(record.objective.limit), record.objective.margin_text
     return (
-        f"None of the {ends['finished']} finished trials reaches {limit} (AMP with a margin of {margin}): allow more "
-        f"trials, more epochs or a larger --margin.{reasons}"
+        f"{counted(ends['finished'], 'trial')} finished, and none reaches {limit} (AMP with a margin of {margin}): "
+        f"allow more trials, more epochs or a larger --margin.{reasons}"
     )
 
 

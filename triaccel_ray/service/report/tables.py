@@ -64,9 +64,14 @@ def _value(cell: str) -> str | int | float | None:
     return int(text) if text.lstrip("+-").isdecimal() else float(text)
 
 
-def joined(*notes: str) -> str:
-    """Returns the notes joined by semicolons, without empty ones."""
-    return "; ".join(filter(None, notes))
+def joined(*texts: str) -> str:
+    """Returns the texts joined by semicolons, without empty ones."""
+    return "; ".join(filter(None, texts))
+
+
+def lines(*texts: str) -> str:
+    """Returns the texts on a line each, without empty ones."""
+    return "\n".join(filter(None, texts))
 
 
 def metric_headings(names: Iterable[str], goal: Goal) -> dict[str, str]:

@@ -98,7 +98,8 @@ class Objective:
     @property
     def margin_text(self) -> str:
         """The margin as text with its unit."""
-        return f"{self.margin:g} {'points' if self.goal.unit == '%' else 'percent'}"
+        point = "point" if self.margin == 1.0 else "points"
+        return f"{self.margin:g} {point if self.goal.unit == '%' else 'percent'}"
 
     def shortfall(self, epoch: int, metric: float) -> float:
         """Returns by how many points the metric misses the baseline at that epoch less the margin; 0 if feasible."""

@@ -28,19 +28,23 @@ from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trial import RunContext, reopen
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.search.suggestions import JournaledSearch, quiet_optuna
-from triaccel_ray.service.storage.layout import BASELINES, EVENTS, read_value, write_value
+from triaccel_ray.service.storage.layout import (
+    BASELINES,
+    EVENTS,
+    JOURNAL,
+    PREPARED,
+    REPEATS,
+    SEARCH,
+    TRIALS,
+    read_value,
+    write_value,
+)
 from triaccel_ray.service.storage.mirror import pull_run, upload
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.training_folder import editing_log
 
 _WAY_OUT = "restore it, or begin a new search"
-SEARCH = "search.json"
-PREPARED = "prepared.json"
-TRIALS = "trials"
 _REPEAT_SUFFIX = "-again-"
-JOURNAL = "trials.jsonl"
-REPEATS = "repeats"
-FOUND = "found.json"
 PROBE_EPOCHS = 10
 """The probe trains for half of the run's epochs, but at most for this many: variances fall over time."""
 REPEATED_BELOW_S = 60.0
