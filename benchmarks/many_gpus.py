@@ -9,12 +9,22 @@ Methods:
 
 Each GPU has the batch of `benchmarks.jobs.SIZES`. Each figure is the mean of 5 stretches of steps, with the slowest and
 the fastest. If weights differ at the end, it fails.
+
+It also measures latency and bandwidth of an all-reduce, and predicts from them how each model scales to more GPUs. With
+step time t(N) on N GPUs, and c(N) the time of a ring all-reduce of all gradients:
+
+    t(N) = t(1) + (t(n) - t(1)) c(N) / c(n)        c(N) = latency log2 N + 2 (N - 1) / N bytes / bandwidth
+
+where n GPUs were measured. So the same share of the communication stays exposed. Beyond the 8 GPUs of a host, bandwidth
+is at most that of the network, which is assumed, not measured.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
+import statistics
 import sys
 import tempfile
 import time
@@ -30,9 +40,13 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.any_model import batches, loss_of, optimizer_of, ours
 from benchmarks.jobs import SIZES, Job, installed, job_of
 from benchmarks.processes import has_gpus, parser_of
+from triaccel_ray.measure.timing import synchronize
 
 METHODS = ("ddp", "loop", "bare", "sharded")
 WARM_STEPS, STRETCHES = 60, 5
+GPUS_PER_HOST = 8
+PREDICTED = (4, 8, 64, 512)
+LARGE_BYTES = 2**28
 
 
 def ddp(job: Job, rank: int, num_gpus: int) -> Callable[[], Any]:
@@ -84,6 +98,7 @@ def measure(rank: int, name: str, method: str, num_gpus: int, batch_size: int, n
     if num_gpus > 1:
         distributed.all_gather_object(every, sums)
     found = {"rate": sum(rates) / STRETCHES, "range": [min(rates), max(rates)], "equal": every.count(sums) == num_gpus}
+    found["bytes"] = sum(parameter.nbytes for parameter in job.model.parameters())
     found["peak"] = torch.cuda.max_memory_allocated() / 2**30
     if loop is not None:
         found["captured"] = loop._training.steps.num_captured
@@ -94,6 +109,55 @@ def measure(rank: int, name: str, method: str, num_gpus: int, batch_size: int, n
         distributed.destroy_process_group()
 
 
+def measure_link(rank: int, num_gpus: int, folder: str) -> None:
+    """Measures an all-reduce; rank 0 writes milliseconds of latency and bytes per millisecond to a file in `folder`."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    backend, store = ("nccl" if on_gpu else "gloo"), f"file://{folder}/store"
+    distributed.init_process_group(backend, init_method=store, rank=rank, world_size=num_gpus)
+    latency_ms, large_ms = (_all_reduce_ms(num_bytes, device) for num_bytes in (2**10, LARGE_BYTES))
+    if rank == 0:
+        moved = 2 * (num_gpus - 1) / num_gpus * LARGE_BYTES
+        found = {"latency_ms": latency_ms, "bytes_per_ms": moved / (large_ms - latency_ms)}
+        (Path(folder) / "figures.json").write_text(json.dumps(found))
+    distributed.destroy_process_group()
+
+
+def _all_reduce_ms(num_bytes: int, device: torch.device) -> float:
+    tensor = torch.zeros(num_bytes // 4, device=device)
+    times = []
+    for _ in range(25):
+        distributed.barrier()
+        synchronize(device)
+        began = time.perf_counter()
+        distributed.all_reduce(tensor)
+        synchronize(device)
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times[5:])
+
+
+def predicted_ratio(
+    link: dict[str, float], num_bytes: int, steps_ms: tuple[float, float], num_gpus: tuple[int, int], network: float
+) -> float:
+    """Returns samples per second over those of one GPU, from steps on one GPU and on several.
+
+    Args:
+        link: what `measure_link` has found.
+        num_bytes: of all gradients.
+        steps_ms: milliseconds of a step on one GPU, and on the measured number.
+        num_gpus: the measured number, and the one to predict.
+        network: bytes per millisecond between hosts.
+    """
+
+    def reduce_ms(number: int) -> float:
+        rate = link["bytes_per_ms"] if number <= GPUS_PER_HOST else min(link["bytes_per_ms"], network)
+        return link["latency_ms"] * math.log2(number) + 2 * (number - 1) / number * num_bytes / rate
+
+    alone, together = steps_ms
+    measured, wanted = num_gpus
+    return wanted * alone / (alone + max(together - alone, 0.0) * reduce_ms(wanted) / reduce_ms(measured))
+
+
 def main() -> int:
     """Prints a line for each model and method; returns 1 if ranks ended with unequal weights."""
     parser = parser_of(__doc__)
@@ -101,10 +165,12 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--steps", type=int, default=500, help="steps that are timed")
+    parser.add_argument("--network", type=float, default=50.0, help="assumed GB/s of each GPU between hosts")
     args = parser.parse_args()
     if not has_gpus(args.gpus):
         return 1
-    failed = 0
+    failed, link = 0, spawned(measure_link, args.gpus, args.gpus)
+    print(f"all-reduce: {1e3 * link['latency_ms']:.0f} us of latency, {link['bytes_per_ms'] / 1e6:.0f} GB/s")
     for name, method in itertools.product(installed(args.models), args.methods):
         alone, together = (_figures(name, method, num_gpus, args.steps) for num_gpus in (1, args.gpus))
         failed |= not together["equal"]
@@ -116,12 +182,23 @@ def main() -> int:
             + ("" if together["equal"] else "  WEIGHTS DIFFER"),
             flush=True,
         )
+        steps_ms = 1e3 * SIZES[name] / alone["rate"], 1e3 * SIZES[name] * args.gpus / together["rate"]
+        ratios = (
+            f"{number}: {predicted_ratio(link, alone['bytes'], steps_ms, (args.gpus, number), 1e6 * args.network):.1f}"
+            for number in PREDICTED
+        )
+        print(f"{'':16} {'':5} predicted: {', '.join(ratios)}", flush=True)
     return failed
 
 
 def _figures(name: str, method: str, num_gpus: int, num_steps: int) -> dict[str, Any]:
+    return spawned(measure, num_gpus, name, method, num_gpus, SIZES[name] * num_gpus, num_steps)
+
+
+def spawned(measurement: Callable[..., None], num_gpus: int, *args: Any) -> dict[str, Any]:
+    """Returns what `measurement(rank, *args, folder)` on rank 0 of so many processes writes to its folder."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(measure, (name, method, num_gpus, SIZES[name] * num_gpus, num_steps, folder), num_gpus)
+        spawn(measurement, (*args, folder), num_gpus)
         found: dict[str, Any] = json.loads((Path(folder) / "figures.json").read_text())
     return found
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.many_gpus import measure_link, predicted_ratio, spawned
 from benchmarks.search_overhead import Contender, faults, optuna_alone
 from benchmarks.tracking import Trainer
 from triaccel_ray.records.events import Epoch, Tick, read_events
@@ -33,3 +34,16 @@ def test_epochs_are_recorded_where_that_is_asked_for(tmp_path: Path) -> None:
     (log,) = tmp_path.rglob("events.jsonl")
     records = [event.record for event in read_events(log)]
     assert [type(record) for record in records[1:]] == [Tick, Tick, Epoch]
+
+
+def test_scaling_is_predicted_from_a_measured_link() -> None:
+    link = spawned(measure_link, 2, 2)
+    assert 0.0 < link["latency_ms"] < 1e3
+    assert link["bytes_per_ms"] > 1e4
+
+    def ratio(wanted: int, network: float = 1e9) -> float:
+        return predicted_ratio(link, 10**8, (20.0, 25.0), (2, wanted), network)
+
+    assert ratio(2) == pytest.approx(2 * 20 / 25)
+    assert 4 * 20 / 30 < ratio(4) < 4 * 20 / 25  # a ring moves at most twice as much as between two
+    assert ratio(64, network=1e3) < ratio(64) < 64

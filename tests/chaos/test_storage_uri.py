@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 import urllib.request
@@ -16,10 +17,12 @@ import pytest
 from pyarrow import fs
 
 from tests.chaos.desk import Desk, alive, done, still_runs
+from tests.chaos.mortal import DOOM, HOLD
 from tests.chaos.test_crashes import HELD
 from tests.service.local_trial import local_run, trained
 from tests.service.own_task import MODULE, own_spec
-from tests.service.stores import free_port, runs
+from tests.service.runs.several import NUM_SAMPLES, samples_of_epochs
+from tests.service.stores import assert_equals_log, free_port, runs
 from tests.service.test_jobs import typed
 from tests.service.waiting import wait_until
 from triaccel_ray.service.cli.main import main
@@ -90,6 +93,33 @@ def test_a_run_whose_machine_is_lost_goes_on_on_another_one(desk: StoreDesk) -> 
     assert recorded.status == "FINISHED"
     said = done(desk.at("c", "replay", "one", *desk.where))
     assert "every decision is the same" in said
+
+
+def test_a_run_on_several_ranks_survives_losses_and_an_interrupt_at_a_store(desk: StoreDesk) -> None:
+    """The log and the MLflow run stay one, and each epoch trains on each sample once."""
+    data = desk.folder / "data"
+    data.mkdir()
+    (data / HOLD).touch()
+    (data / DOOM).write_text("0 4\n1 19\n")
+    words = ("run", "tests.chaos.mortal:Mortal", "--name", "both", "--gpus", "2", "--data-dir", str(data))
+    settings = "--epochs 8 --batch-min 16 --batch-size 32 --batch-max 64 --tau-low 0"
+    command = desk.at("a", *words, *settings.split(), *CPU, *desk.where)
+    log = desk.store / "both" / EVENTS
+    still_runs(command, lambda: log.exists() and log.read_text().count('"kind":"epoch"') == 2)
+    command.send_signal(signal.SIGINT)
+    (data / HOLD).unlink()  # the ranks end after the epoch
+    said = done(command, status=130)
+    assert "triaccel resume both" in said
+    shutil.rmtree(desk.folder / "a")
+    said = done(desk.at("b", "resume", "both", *desk.where))
+    assert "both: tests.chaos.mortal:Mortal, the full control loop, finished" in said
+    run = read_run(desk.store / "both")
+    assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", list(range(1, 9)))
+    assert [each.cause for each in run.interruptions] == ["preempted", "stopped", "preempted"]
+    assert samples_of_epochs(data) == {epoch: list(range(NUM_SAMPLES)) for epoch in range(8)}
+    (recorded,) = runs(desk.tracker, "triaccel-runs")
+    assert recorded.status == "FINISHED"
+    assert assert_equals_log(desk.tracker, recorded, log) > 50
 
 
 def test_a_search_reaches_the_store_and_is_reported_and_resumed_elsewhere(desk: StoreDesk) -> None:

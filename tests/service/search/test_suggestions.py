@@ -8,6 +8,7 @@ from optuna.trial import TrialState
 from ray import tune
 
 from triaccel_ray.records.events import Claim, EventLog, LogError, TakenOverError
+from triaccel_ray.service.failures import DiskFullError
 from triaccel_ray.service.search.suggestions import JournaledSearch, ended_trials
 
 SPACE = {"x": tune.uniform(0.0, 1.0), "y": tune.choice(["a", "b"])}
@@ -79,12 +80,22 @@ def test_nothing_is_suggested_or_noted_once_another_process_goes_on(tmp_path: Pa
     sample = made.suggest("one")
     EventLog(tmp_path / "log").close()
     before = (tmp_path / "trials.jsonl").read_bytes()
-    with pytest.raises(TakenOverError):
-        made.on_trial_complete("one", {"objective": sample["x"], "epoch": 3, "finished": True})
+    made.on_trial_complete("one", {"objective": sample["x"], "epoch": 3, "finished": True})
+    assert isinstance(made.failure, TakenOverError)
     with pytest.raises(TakenOverError):
         made.suggest("two")
     assert (tmp_path / "trials.jsonl").read_bytes() == before
     log.close()
+
+
+def test_a_full_disk_is_not_the_trials_failure(tmp_path: Path) -> None:
+    made = search(tmp_path)
+    sample = made.suggest("one")
+    (tmp_path / "trials.jsonl").unlink()
+    (tmp_path / "trials.jsonl").symlink_to("/dev/full")
+    made.on_trial_complete("one", {"objective": sample["x"], "epoch": 3, "finished": True})
+    with pytest.raises(DiskFullError):
+        made.suggest("two")
 
 
 @pytest.mark.parametrize("line", [b"\xff\n", b'{"ended": true}\n'])

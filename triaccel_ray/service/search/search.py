@@ -180,6 +180,8 @@ def tune_trials(
             max_concurrent_trials=num_groups(base, num_gpus),
         )
         fit(context, config, num_gpus=num_gpus)
+        if suggestions.failure is not None:
+            raise suggestions.failure
     pull_run(trials)
 
 

@@ -17,8 +17,8 @@ from optuna.trial import TrialState
 from ray.tune.search import Searcher
 from ray.tune.search.optuna import OptunaSearch
 
-from triaccel_ray.records.events import Claim, LogError
-from triaccel_ray.service.failures import reporting_full_disk
+from triaccel_ray.records.events import Claim, LogError, TakenOverError
+from triaccel_ray.service.failures import DiskFullError, reporting_full_disk
 from triaccel_ray.service.runs.trial import ENDED, FINISHED, NAME
 
 
@@ -69,15 +69,19 @@ class JournaledSearch(Searcher):
         for sample in samples or [first]:
             self._study.enqueue_trial(dict(sample))
         self._trials: dict[str, tuple[str, optuna.trial.Trial]] = {}
+        self.failure: DiskFullError | TakenOverError | None = None
+        """Why the end of a trial could not be journaled; None if all could."""
 
     def suggest(self, trial_id: str) -> dict[str, Any]:
         """Returns the next trial's sample, with its name.
 
         Raises:
-            TakenOverError: another process has taken over the search.
+            DiskFullError, TakenOverError: see `failure`.
         """
         if self._claim is not None:
             self._claim.require()
+        if self.failure is not None:
+            raise self.failure
         number = len(self._trials)
         name = trial_name(number)
         seed = (self._seed * 10_007 + number) % 2**32
@@ -111,7 +115,11 @@ class JournaledSearch(Searcher):
             self.on_trial_result(trial_id, result)
             self._study.tell(trial, state=TrialState.PRUNED)
         if name not in self._ended:
-            self._append({NAME: name, ENDED: True})
+            try:
+                self._append({NAME: name, ENDED: True})
+            except (DiskFullError, TakenOverError) as failure:
+                # Raised here, Tune would take it for the trial's failure.
+                self.failure = failure
 
     def save(self, checkpoint_path: str) -> None:
         """Does nothing: the journal is complete at any time."""
