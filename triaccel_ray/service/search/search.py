@@ -14,10 +14,10 @@ from typing import Any, TypeGuard
 
 import optuna
 from ray import tune
-from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 
 from triaccel_ray.records.events import Claim, LogError, read_events
-from triaccel_ray.search_spaces.thresholds import ANCHOR, Calibration, calibration, search_space, thresholds
+from triaccel_ray.search_spaces.thresholds import Calibration, calibration, thresholds
 from triaccel_ray.search_spaces.tuned import Result, TunedThresholds
 from triaccel_ray.service.cli.options import repeat_command
 from triaccel_ray.service.runs.objective import Objective, grace_epochs
@@ -31,7 +31,6 @@ from triaccel_ray.service.search.suggestions import JournaledSearch, quiet_optun
 from triaccel_ray.service.storage.layout import (
     BASELINES,
     EVENTS,
-    JOURNAL,
     PREPARED,
     REPEATS,
     SEARCH,
@@ -39,7 +38,7 @@ from triaccel_ray.service.storage.layout import (
     read_value,
     write_value,
 )
-from triaccel_ray.service.storage.mirror import pull_run, upload
+from triaccel_ray.service.storage.mirror import pull_run
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.training_folder import editing_log
 
@@ -154,27 +153,12 @@ def tune_trials(
         for trial in trials.folder.glob("*"):
             with editing_log(trials / trial.name) as log:
                 reopen(log)
-    space = search_space(spec.space, spec.optional)
-    scheduler: TrialScheduler = pruner(base.recipe.epochs)
-    maximized = {"objective": True}
-    if spec.objective == "pareto":
-        scheduler = FIFOScheduler()
-        maximized = {"quality": True, "seconds_per_epoch": False, "peak_gb": False}
     with warnings.catch_warnings(), quiet_optuna():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        suggestions = JournaledSearch(
-            space,
-            place.folder / JOURNAL,
-            maximized=maximized,
-            first={name: ANCHOR[name] for name in space},
-            num_startup=max(spec.num_trials // 4, 4),
-            seed=spec.seed,
-            claim=claim,
-            on_journaled=partial(upload, place, [JOURNAL]),
-        )
+        suggestions = JournaledSearch(spec, place, claim)
         config = tune.TuneConfig(
             search_alg=suggestions,
-            scheduler=scheduler,
+            scheduler=FIFOScheduler() if spec.objective == "pareto" else pruner(base.recipe.epochs),
             num_samples=spec.num_trials,
             reuse_actors=True,
             max_concurrent_trials=num_groups(base, num_gpus),
