@@ -34,8 +34,8 @@ err = SafeConsole(highlight=False, markup=False, emoji=False, stderr=True)
 def rich_table(grid: Grid, *, to: Console | None = None) -> Table:
     """Returns the grid as a table for a terminal; if it is too wide, whole columns are dropped and no word is cut."""
     terminal = to or out
-    for num_left_out in range(len(grid.spare) + 1):
-        left_out = grid.spare[:num_left_out]
+    for num_left_out in range(len(grid.droppable) + 1):
+        left_out = grid.droppable[:num_left_out]
         table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left", caption_justify="left")
         for index, name in enumerate(grid.header):
             if name not in left_out:

@@ -14,7 +14,7 @@ from tests.service.stores import free_port
 from triaccel_ray.records.events import End
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.commands import recording as recorder
-from triaccel_ray.service.commands.next_steps import command_to_resume, point_to, print_model, resumable
+from triaccel_ray.service.commands.next_steps import command_to_resume, print_model, print_next_steps, resumable
 from triaccel_ray.service.commands.recording import Work, recording
 from triaccel_ray.service.storage.layout import SPEC
 from triaccel_ray.service.storage.storage_path import StoragePath
@@ -55,7 +55,7 @@ def test_what_could_not_be_recorded_comes_with_the_whole_command_that_records_it
 
 def test_what_to_type_next_names_the_result_and_its_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     storage = StoragePath(str(tmp_path))
-    point_to(storage / "hunt", Where(storage_path=storage))
+    print_next_steps(storage / "hunt", Where(storage_path=storage))
     said = capsys.readouterr().out
     for command in ("report hunt", "ui"):
         assert f"triaccel {command} --storage-path {tmp_path}\n" in said

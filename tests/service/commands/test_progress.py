@@ -126,6 +126,6 @@ def test_each_of_several_runs_has_a_line_at_its_end(screen: StringIO, tmp_path: 
 def test_a_narrow_terminal_goes_without_columns(monkeypatch: pytest.MonkeyPatch, width: int, left_out: str) -> None:
     monkeypatch.setattr(console, "out", Console(file=StringIO(), width=width))
     header = ("first", "second", "third")
-    table = rich_table(Grid(header=header, rows=[("a", "b", "c")], spare=("second", "third")))
+    table = rich_table(Grid(header=header, rows=[("a", "b", "c")], droppable=("second", "third")))
     assert [column.header for column in table.columns] == [name for name in header if name not in left_out]
     assert table.caption == (f"left out for want of width: {left_out}; the page has them" if left_out else None)

@@ -8,7 +8,7 @@ from triaccel_ray.service.cli import specs
 from triaccel_ray.service.cli.translation import replayed_control
 from triaccel_ray.service.commands import ui
 from triaccel_ray.service.commands.doctor import show_findings
-from triaccel_ray.service.commands.next_steps import point_to
+from triaccel_ray.service.commands.next_steps import print_next_steps
 from triaccel_ray.service.commands.replay import reasons_grid, verdict
 from triaccel_ray.service.commands.train import carry_out
 from triaccel_ray.service.console import out, rich_table
@@ -25,7 +25,7 @@ def execute(command: specs.Command) -> int:
         case specs.Trains() | specs.Resume():
             outcome = carry_out(command, show=show)
             if outcome.view is not None:
-                point_to(outcome.work.place, outcome.work.where)
+                print_next_steps(outcome.work.place, outcome.work.where)
             return int(not outcome.is_complete)
         case specs.Report():
             show(view_at(find(command.name, command.where)))

@@ -70,7 +70,7 @@ def print_model(run: RunRecord, place: StoragePath) -> None:
     out.print(f"model:    {place}/{MODEL} ({origin})", soft_wrap=True)
 
 
-def point_to(place: StoragePath, where: Where) -> None:
+def print_next_steps(place: StoragePath, where: Where) -> None:
     """Prints where results are kept, and the commands that show them."""
     shown = tracking_uri_of(where)
     storage = _storage_option(where)

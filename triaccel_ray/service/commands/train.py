@@ -31,8 +31,8 @@ from triaccel_ray.service.commands.recording import (
     search_parent,
     with_recorded_store,
 )
-from triaccel_ray.service.compare.choosing import choose, trial_of
 from triaccel_ray.service.compare.comparison import read_comparison, summary_metrics
+from triaccel_ray.service.compare.fixed_setting import choose_fixed_setting, trial_of
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.console import err, out
 from triaccel_ray.service.credentials import display_address
@@ -49,7 +49,7 @@ from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, 
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.search.search import (
     best_trial,
-    contenders,
+    candidates,
     prepare,
     read_search,
     to_be_repeated,
@@ -79,7 +79,7 @@ from triaccel_ray.service.tracking.shipped import read_shipped
 from triaccel_ray.service.tracking.shipper import Parent
 from triaccel_ray.service.units import counted
 
-MISTAKES = ("bug", "preempted", "store")
+RETRIED_CAUSES = ("bug", "preempted", "store")
 """Causes of failures that are unrelated to the settings tried."""
 
 
@@ -229,11 +229,11 @@ def _search(spec: SearchSpec, work: Work, show: Show) -> Outcome:
         show(view)
         failures: dict[str, str] = {}
         for run in record.trials:
-            if run.end is not None and run.end.cause in MISTAKES:
+            if run.end is not None and run.end.cause in RETRIED_CAUSES:
                 trace = f"; the traceback is in {run.folder / ERROR}" if (run.folder / ERROR).exists() else ""
                 failures[run.name] = f"{run.name} {run.status}: {run.end.message}{trace}"
         best = best_trial(record)
-        end = None if best is None else contenders(record)[best.name].end
+        end = None if best is None else candidates(record)[best.name].end
         log.append(_end_record(failures, len(record.trials), {} if end is None else end.results))
     if failures:
         err.print("\n".join(failures.values()), style="red", soft_wrap=True)
@@ -277,7 +277,7 @@ def _compare(spec: ComparisonSpec, work: Work, show: Show) -> Outcome:
             if spec.num_fixed and read_comparison(folder).fixed is None:
                 title = f"{base.task}: trials on validation samples"
                 with Progress(title, folder / TRIALS, goal=base.goal):
-                    choose(spec, place, num_gpus=num_gpus, shared=_share_samples(trial_of(base)))
+                    choose_fixed_setting(spec, place, num_gpus=num_gpus, shared=_share_samples(trial_of(base)))
             missing = read_comparison(folder).unfinished()
             with Progress(f"{base.task}: comparison", folder, missing, goal=base.goal):
                 failures = run_all(missing, place, num_gpus=num_gpus)

@@ -20,7 +20,7 @@ from triaccel_ray.service.search.search import (
     SearchRecord,
     best_repeats,
     best_trial,
-    contenders,
+    candidates,
     ranked,
     tuned_thresholds_of,
 )
@@ -107,7 +107,7 @@ def search_grid(record: SearchRecord) -> Grid:
         rows=rows,
         title=f"{record.folder.name}: {spec.base.task}, {done} of {spec.num_trials} trials",
         note=lines(*notes),
-        spare=("peak GB", "status", *names[::-1]),
+        droppable=("peak GB", "status", *names[::-1]),
     )
 
 
@@ -134,7 +134,7 @@ def recommendation(record: SearchRecord) -> tuple[str, str]:
 
     The command is empty if neither a trial nor a baseline can be recommended.
     """
-    best, objective, compared = best_trial(record), record.objective, contenders(record)
+    best, objective, compared = best_trial(record), record.objective, candidates(record)
     figures = {name: run.figures for name, run in compared.items() if run.figures is not None}
     values = {name: objective.value(compared[name].epochs[-1].epoch, each) for name, each in figures.items()}
     if not values:
@@ -184,7 +184,7 @@ def _why_none(record: SearchRecord) -> str:
 
 def outcomes(record: SearchRecord) -> list[Series]:
     """Returns the series to plot: trials by outcome (pruned ones as of then), Pareto front, best trial, baselines."""
-    best, compared = best_trial(record), contenders(record)
+    best, compared = best_trial(record), candidates(record)
     points: dict[str, list[Figures]] = {"pruned": [], "poor": [], "good": []}
     for run in (compared.get(trial.name, trial) for trial in record.trials):
         if run.figures is not None and run.status in ("finished", "stopped"):

@@ -38,7 +38,7 @@ class Grid:
     rows: Sequence[Sequence[str]]
     title: str = ""
     note: str = ""
-    spare: Sequence[str] = ()
+    droppable: Sequence[str] = ()
     """Columns that a narrow terminal drops, the first one first."""
 
     def as_dicts(self) -> list[dict[str, Any]]:

@@ -214,7 +214,7 @@ def best_trial(record: SearchRecord) -> RunRecord | None:
     return next((run for value, run in ranked(record) if value > 0 and run.status == "finished"), None)
 
 
-def contenders(record: SearchRecord) -> dict[str, RunRecord]:
+def candidates(record: SearchRecord) -> dict[str, RunRecord]:
     """Returns the best trial, if any, and then the baselines that finished, by name.
 
     Of a run and its repeats, the best one counts: other load on the machine lengthens steps, and never shortens them.
@@ -243,7 +243,7 @@ def to_be_repeated(record: SearchRecord) -> dict[str, RunSpec]:
 
     The baselines are timed before all trials, so other load on the machine can decide between short runs.
     """
-    runs = contenders(record) if best_trial(record) else {}
+    runs = candidates(record) if best_trial(record) else {}
     if any(sum(epoch.seconds for epoch in run.epochs) > REPEATED_BELOW_S for run in runs.values()):
         return {}
     done = {run.name for repeats in record.repeats.values() for run in repeats if is_finished(run)}
@@ -255,7 +255,7 @@ def to_be_repeated(record: SearchRecord) -> dict[str, RunSpec]:
 
 def tuned_thresholds_of(record: SearchRecord) -> TunedThresholds | None:
     """Returns the best thresholds of a search; None while no finished trial is within the margin."""
-    best, compared = best_trial(record), contenders(record)
+    best, compared = best_trial(record), candidates(record)
     if best is None or "amp" not in compared or record.prepared is None:
         return None
     control, searched, info = best.spec.control, record.spec.optional, best.start.info

@@ -28,7 +28,9 @@ from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 
 
-def choose(spec: ComparisonSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None = None) -> None:
+def choose_fixed_setting(
+    spec: ComparisonSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None = None
+) -> None:
     """Chooses the fixed setting and writes it to `FIXED_SETTING`; trials that have ended are not run again.
 
     Training and validation samples come from `shared`, if given.
