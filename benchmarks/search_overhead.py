@@ -34,9 +34,9 @@ from triaccel_ray.search_spaces.thresholds import search_space
 from triaccel_ray.service.cluster.cluster import cluster
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.spec import run_spec
-from triaccel_ray.service.search.search import SEARCH, TRIALS, Prepared, tune_trials
+from triaccel_ray.service.search.search import Prepared, tune_trials
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.storage.layout import EVENTS, begin
+from triaccel_ray.service.storage.layout import EVENTS, SEARCH, TRIALS, begin
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 
@@ -101,9 +101,9 @@ class BareTrial(tune.Trainable):
 def ours(folder: Path, num_trials: int) -> list[Span]:
     """Runs the trials as `triaccel search` does; returns their spans."""
     base = run_spec(TASK, data_dir=None, recipe={}, device="cpu", memory_headroom_bytes=HEADROOM_BYTES)
-    spec = SearchSpec(base=base, space=SPACE, num_trials=num_trials, objective="accuracy")
+    spec = SearchSpec(base=base, space=SPACE, num_trials=num_trials, objective="metric")
     begin(folder, SEARCH, spec)
-    prepared = Prepared(objective=Objective(name="accuracy"), calibration=None, headroom_bytes=HEADROOM_BYTES)
+    prepared = Prepared(objective=Objective(name="metric"), calibration=None, headroom_bytes=HEADROOM_BYTES)
     tune_trials(spec, prepared, StoragePath.of(folder), num_gpus=0)
     logs = [[event.time_ms / 1e3 for event in read_events(run / EVENTS)] for run in (folder / TRIALS).iterdir()]
     return [(times[0], times[-1]) for times in logs]

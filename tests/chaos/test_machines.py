@@ -20,12 +20,12 @@ from tests.service.own_task import own_spec
 from tests.service.ray_head import ray_node
 from tests.service.waiting import DEADLINE_S, end, wait_until
 from triaccel_ray.records.events import Epoch, Event, read_events
-from triaccel_ray.service.cluster.cluster import cluster, gpu_fraction, require_gpu_to_share
+from triaccel_ray.service.cluster.cluster import cluster, gpu_fraction, require_gpus
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.shared_data import share_splits
-from triaccel_ray.service.search.search import SEARCH, Prepared, read_search, tune_trials
+from triaccel_ray.service.search.search import Prepared, read_search, tune_trials
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.storage.layout import begin
+from triaccel_ray.service.storage.layout import SEARCH, begin
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 MODULE = """
@@ -123,7 +123,7 @@ def test_machines_that_join_take_trials_and_those_that_leave_lose_none(tmp_path:
     uncut: Any = {"space": "thresholds-absolute", "objective": "pareto"}  # no probe, and nothing is stopped early
     spec = SearchSpec(base=own_spec("held_task:Held", device="auto", trials_per_gpu=2), num_trials=3, **uncut)
     begin(project.search, SEARCH, spec)
-    require_gpu_to_share(machines.address, spec.base)
+    require_gpus(machines.address, spec.base)
     before: dict[str, Event] = {}
     failures: list[BaseException] = []
 
@@ -141,7 +141,7 @@ def test_machines_that_join_take_trials_and_those_that_leave_lose_none(tmp_path:
             failures.append(error)
         project.let_go()
 
-    prepared = Prepared(objective=Objective(name="accuracy"), calibration=None, headroom_bytes=None)
+    prepared = Prepared(objective=Objective(name="metric"), calibration=None, headroom_bytes=None)
     thread = threading.Thread(target=come_and_go)
     with cluster(machines.address):
         shared = share_splits(spec.base)

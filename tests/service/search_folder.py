@@ -13,9 +13,9 @@ from triaccel_ray.config import ControlConfig
 from triaccel_ray.records.codec import encode
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.search.search import BASELINES, PREPARED, SEARCH, TRIALS, Prepared
+from triaccel_ray.service.search.search import Prepared
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.storage.layout import SPEC
+from triaccel_ray.service.storage.layout import BASELINES, PREPARED, SEARCH, SPEC, TRIALS
 
 
 def controls(num_trials: int) -> list[ControlConfig]:

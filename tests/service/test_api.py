@@ -65,7 +65,7 @@ class Local(Digits):
         """Of a class."""
 
 
-MISTAKES: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
+RETRIED_CAUSES: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
     (search, "digits", {"trails": 3}, TypeError, r"search\(\) got an unexpected .* 'trails', did you mean trials\?"),
     (run, "digits", {"capture": 3}, ValueError, "capture = 3: must be one of on, off"),
     (run, "digits", {"epochs": "three"}, ValueError, "epochs = 'three': must be an integer"),
@@ -79,7 +79,7 @@ MISTAKES: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("function", "task", "options", "kind", "message"), MISTAKES)
+@pytest.mark.parametrize(("function", "task", "options", "kind", "message"), RETRIED_CAUSES)
 def test_a_mistake_is_an_exception_before_anything_is_written(
     function: Any, task: Any, options: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
 ) -> None:
@@ -168,7 +168,7 @@ def test_a_ray_that_runs_already_is_used_again_and_again(
     assert report.best is not None
     said = capsys.readouterr()
     assert said.out == ""
-    assert "1/1 trial-000 finished: epoch 1/1" in said.err
+    assert "1/1 trial-000 finished after epoch 1/1" in said.err
     run(notebook.Blobs, name="second", **QUICK, **where)
     assert ray.get_runtime_context().gcs_address == cluster_address  # it has not been shut down
     assert {"first", "second"} < {each.name for each in runs(sqlite_tracker, experiment)}

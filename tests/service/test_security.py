@@ -24,12 +24,10 @@ from tests.service.stores import Server
 from triaccel_ray.records.codec import encode
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.options import Where, repeat_command
-from triaccel_ray.service.cluster.cluster import display_address
 from triaccel_ray.service.commands.next_steps import command_to_resume
 from triaccel_ray.service.console import SafeConsole
-from triaccel_ray.service.report.report import REPORT
-from triaccel_ray.service.search.search import SEARCH
-from triaccel_ray.service.storage.layout import SPEC
+from triaccel_ray.service.credentials import display_address
+from triaccel_ray.service.storage.layout import REPORT, SEARCH, SPEC
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 SECRETS = {

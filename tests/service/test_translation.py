@@ -25,12 +25,10 @@ from triaccel_ray.service.cli.translation import (
     tuning_of,
     with_options,
 )
-from triaccel_ray.service.compare.comparison import COMPARISON
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.search.search import SEARCH
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.storage.layout import SPEC, write_value
+from triaccel_ray.service.storage.layout import COMPARISON, SEARCH, SPEC, write_value
 from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.task import Purpose
 from triaccel_ray.trainables.text import TextGpt
@@ -109,7 +107,7 @@ def test_every_field_of_the_configurations_is_an_option() -> None:
 def test_a_run_is_repeated_by_its_name() -> None:
     folder = stored(UNUSUAL, "hunt/trials/trial-007")
     assert repeat_command("run", folder) == "triaccel run --from hunt/trials/trial-007"
-    assert typed("run", "--from", "hunt/trials/trial-007") == UNUSUAL
+    assert typed("run", "--from", "hunt/trials/trial-007") == typed("run", "--from", "hunt/trial-007") == UNUSUAL
     assert typed("run", "--from", str(folder)) == UNUSUAL
     assert repeat_command("search", Path("/my hunt")) == "triaccel search --from '/my hunt'"  # lies elsewhere
     other = typed("run", "--from", "hunt/trials/trial-007", "--seed", "4", "--memory-headroom", "64MiB", "--fuse", "on")

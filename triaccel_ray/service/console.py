@@ -34,11 +34,13 @@ err = SafeConsole(highlight=False, markup=False, emoji=False, stderr=True)
 def rich_table(grid: Grid, *, to: Console | None = None) -> Table:
     """Returns the grid as a table for a terminal; if it is too wide, whole columns are dropped and no word is cut."""
     terminal = to or out
-    for num_left_out in range(len(grid.spare) + 1):
-        left_out = grid.spare[:num_left_out]
+    for num_left_out in range(len(grid.droppable) + 1):
+        left_out = grid.droppable[:num_left_out]
         table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left", caption_justify="left")
-        for index, name in enumerate(name for name in grid.header if name not in left_out):
-            table.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)  # text, then numbers
+        for index, name in enumerate(grid.header):
+            if name not in left_out:
+                has_numbers = index > 0 and any(row[index].lstrip("+-")[:1].isdigit() for row in grid.rows)
+                table.add_column(name, justify="right" if has_numbers else "left", no_wrap=True)
         for row in grid.rows:
             table.add_row(*(cell for name, cell in zip(grid.header, row, strict=True) if name not in left_out))
         if terminal.measure(table, options=terminal.options.update_width(10_000)).maximum <= terminal.width:

@@ -1,4 +1,4 @@
-"""Hides users and passwords of URLs from messages."""
+"""Hides users and passwords of URLs and addresses from messages."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ _LOGIN = re.compile(r"\b(https?|ray)://\S*@", re.IGNORECASE)
 def without_passwords(text: str) -> str:
     """Returns `text` with *** in place of the users and passwords of the URLs in it."""
     return _LOGIN.sub(r"\1://***@", text)
+
+
+def display_address(address: str) -> str:
+    """Returns `address`, with or without a scheme, without user and password."""
+    return address if "@" not in address else re.sub(r"^(\w+://)?.*@", r"\1***@", address)

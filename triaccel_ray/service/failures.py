@@ -1,15 +1,4 @@
-"""Causes of failed runs, and how each is handled.
-
-| cause | meaning | handling |
-|---|---|---|
-| `out_of_memory` | a single sample does not fit, even after retries in smaller micro-batches | counts as a result |
-| `non_finite` | the training loss, or a held-out loss or metric, is NaN or infinite | counts as a result |
-| `preempted` | the process or its node was lost | retried from the checkpoint, MAX_LOSSES times |
-| `disk_full` | a checkpoint or the log could not be written | everything stops, with a message |
-| `taken_over` | another process resumed the run and is now its only writer | nothing is written; the process ends |
-| `store` | the store of a storage URI was unreachable when a run began or ended | retried, like `preempted` |
-| `bug` | anything else | shown to the user, never retried automatically |
-| `runs` | of a search or comparison: some of its runs failed | `resume` retries those that a retry may fix |
+"""Causes of failed runs; `docs/reliability.md` says what each means, and whether it is tried again.
 
 The traceback of a failure is in the run's folder, in the file ERROR.
 """
@@ -95,7 +84,7 @@ _CAUSES = {
 
 
 def cause_of(error: BaseException) -> str:
-    """Returns the cause of a failure, as named in the table above."""
+    """Returns the cause of a failure, a word of the table in `docs/reliability.md`."""
     if isinstance(error, RunFailedError):
         return error.cause
     if is_out_of_memory(error):

@@ -24,14 +24,13 @@ from triaccel_ray.service.cli.specs import Resume, Trains
 from triaccel_ray.service.cli.translation import spec_of
 from triaccel_ray.service.cluster.cluster import (
     ClusterUnavailableError,
-    display_address,
     environment_variables,
     require_listening,
     require_reachable,
     scoped_token_auth,
 )
 from triaccel_ray.service.console import err, out, rich_table
-from triaccel_ray.service.credentials import without_passwords
+from triaccel_ray.service.credentials import display_address, without_passwords
 from triaccel_ray.service.report.tables import Grid
 from triaccel_ray.service.session import checked_name, named_store, new_name, require_experiment, tracking_uri_of
 from triaccel_ray.service.storage.storage_path import StoragePath
@@ -225,9 +224,7 @@ def submission(words: Sequence[str], *, name: str | None) -> Submission:
         ValueError: the words are no such command, an option breaks its rule, or something makes no sense on a cluster.
         SystemExit: an option does not exist; the parser has printed a message.
     """
-    command, folder = _checked_command(words), Path.cwd()
-    rule = "is no folder of a project, and would travel whole; change into the project's folder"
-    require(folder not in (Path.home(), Path(folder.anchor)), "working directory", str(folder), rule)
+    command, folder = _checked_command(words), _project_folder()
     storage = command.where.storage_path
     storage = storage if storage.uri is not None else StoragePath(str(storage.folder))
     stays = [] if storage.uri is not None else [storage.folder]
@@ -241,7 +238,7 @@ def submission(words: Sequence[str], *, name: str | None) -> Submission:
         kept = [target if word == command.name else word for word in kept]
         job = checked_name(name) if name is not None else new_name(None, "resume", subject)
     else:
-        tracking_uri_of(storage, command.where.tracking_uri)
+        tracking_uri_of(command.where)
         store = named_store(command.where.tracking_uri)
         require_experiment(command.experiment)
         spec_of(command)  # raises errors in the options now; otherwise they would appear later, in the job's log
@@ -258,7 +255,6 @@ def submission(words: Sequence[str], *, name: str | None) -> Submission:
             stays.append(data_dir)
             notes.append(f"data: {data_dir}, which the cluster's machines must have too")
     where = ["--storage-path", storage.storage, *([] if store is None else ["--tracking-uri", store])]
-    inside = [path.relative_to(folder).as_posix() for path in stays if path.is_relative_to(folder) and path != folder]
     return Submission(
         id=job,
         entrypoint=shlex.join(["python", "-m", "triaccel_ray.service", *kept, *where, "--address", "auto"]),
@@ -266,12 +262,26 @@ def submission(words: Sequence[str], *, name: str | None) -> Submission:
         resume=shlex.join(["resume", target, *where]),
         runtime_env={
             "working_dir": str(folder),
-            "excludes": [*NEVER_TRAVELS, *(re.sub(r"([\\*?\[\]!# ])", r"\\\1", f"/{path}") for path in inside)],
+            "excludes": [*NEVER_TRAVELS, *_ignore_patterns(folder, stays)],
             # As Ctrl-C: the log is ended and shipped. Ray's default, SIGTERM, would leave it "running" for ever.
             "env_vars": {"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": "120"},
         },
         notes=notes,
     )
+
+
+def _project_folder() -> Path:
+    """Returns the current folder, which travels with the job; raises ValueError if it is no project's."""
+    folder = Path.cwd()
+    rule = "is no folder of a project, and would travel whole; change into the project's folder"
+    require(folder not in (Path.home(), Path(folder.anchor)), "working directory", str(folder), rule)
+    return folder
+
+
+def _ignore_patterns(folder: Path, paths: Sequence[Path]) -> list[str]:
+    """Returns a pattern, as in `.gitignore`, for each of the paths inside `folder`."""
+    inside = [path.relative_to(folder).as_posix() for path in paths if path.is_relative_to(folder) and path != folder]
+    return [re.sub(r"([\\*?\[\]!# ])", r"\\\1", f"/{path}") for path in inside]
 
 
 def _checked_command(words: Sequence[str]) -> Trains | Resume:

@@ -12,24 +12,22 @@ from pathlib import Path
 from triaccel_ray.config import require
 from triaccel_ray.records.events import LogError
 from triaccel_ray.service.cli.options import Where
-from triaccel_ray.service.compare.comparison import COMPARISON
 from triaccel_ray.service.credentials import without_passwords
-from triaccel_ray.service.search.search import SEARCH
-from triaccel_ray.service.storage.layout import EVENTS
+from triaccel_ray.service.storage.layout import EVENTS, TRIALS, is_set_of_runs
 from triaccel_ray.service.storage.mirror import pull_all
 from triaccel_ray.service.storage.storage_path import StoragePath, is_plain_name
 from triaccel_ray.service.storage.store import Store
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError, sqlite_path
 
 
-def tracking_uri_of(storage: StoragePath, given: str | None) -> str:
-    """Returns the tracking store's URI: `given`, else MLFLOW_TRACKING_URI, else a SQLite file in the storage folder.
+def tracking_uri_of(where: Where) -> str:
+    """Returns the tracking store's URI: the one given, else MLFLOW_TRACKING_URI, else a file in the storage folder.
 
     Raises:
         ValueError: the store is of another kind, or its URI holds a password.
-        TrackingUnavailableError: `given` is None, and the storage is a URI.
+        TrackingUnavailableError: none is given, and the storage is a URI.
     """
-    named = named_store(given)
+    storage, named = where.storage_path, named_store(where.tracking_uri)
     if named is None and storage.uri is not None:
         raise TrackingUnavailableError(
             f"tracking uri = None: with storage path {str(storage)!r} there is no folder for the SQLite file that is "
@@ -61,27 +59,27 @@ def named_store(given: str | None) -> str | None:
     return uri if path is None else f"sqlite:///{path}"
 
 
-def open_tracker(storage: StoragePath, tracking_uri: str | None) -> Tracker:
+def open_tracker(where: Where) -> Tracker:
     """Returns the tracker, with its store checked and created if it is new.
 
     Raises:
         ValueError: the storage folder cannot be written.
         TrackingUnavailableError: the store cannot be reached.
     """
-    if tracking_uri is None and storage.uri is None:
-        require_storage(storage.folder, create=True)  # the SQLite file lies there
-    tracker = tracker_of(storage, tracking_uri)
+    if where.tracking_uri is None and where.storage_path.uri is None:
+        require_storage(where.storage_path.folder, create=True)  # the SQLite file lies there
+    tracker = tracker_of(where)
     tracker.prepare()
     return tracker
 
 
-def tracker_of(storage: StoragePath, tracking_uri: str | None) -> Tracker:
+def tracker_of(where: Where) -> Tracker:
     """Returns the tracker of the given store, else of the SQLite file in the storage folder; opens nothing.
 
     Raises:
         TrackingUnavailableError: no store is given, and the storage is a URI.
     """
-    uri = tracking_uri_of(storage, tracking_uri)
+    storage, uri = where.storage_path, tracking_uri_of(where)
     home = storage.folder if storage.uri is None else Path(uri.removeprefix("sqlite:///")).absolute().parent
     return Tracker(uri, home / "artifacts")
 
@@ -145,7 +143,7 @@ def storage_of(where: Where) -> StoragePath:
     Raises:
         ValueError: the store cannot be used, or no tracking store is given with it.
     """
-    tracking_uri_of(where.storage_path, where.tracking_uri)  # raises without one: every result is recorded
+    tracking_uri_of(where)  # raises without one: every result is recorded
     return _checked_storage(where.storage_path, writable=True)
 
 
@@ -160,6 +158,8 @@ def _checked_storage(place: StoragePath, *, writable: bool) -> StoragePath:
 
 def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
     """Returns the storage path of `name`: a path, also that of an event log, or a name in the storage folder.
+
+    `SEARCH/trial-007` stands for `SEARCH/trials/trial-007`.
 
     From a remote store it first copies all but checkpoints and models.
 
@@ -176,7 +176,7 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
         if os.sep not in name or storage.uri is not None:
             for part in name.split("/"):
                 checked_name(part)
-        place = storage / name.rstrip("/")
+        place = storage / re.sub(r"^([^/]+)/(trial-\d+)$", rf"\1/{TRIALS}/\2", name.rstrip("/"))
         pull_all(place)
         if not os.path.isdir(place.folder):
             close = difflib.get_close_matches(place.base_name, _results_in(place.parent.folder), n=1)
@@ -196,12 +196,11 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
 
 def _results_in(folder: Path) -> list[str]:
     """Returns the names of the runs, searches and comparisons in a folder."""
-    files = (EVENTS, SEARCH, COMPARISON)
     try:
-        names = [each for each in os.listdir(folder) if is_plain_name(each)]
+        paths = [folder / each for each in os.listdir(folder) if is_plain_name(each)]
     except OSError:
         return []
-    return [each for each in names if any((folder / each / file).exists() for file in files)]
+    return [path.name for path in paths if (path / EVENTS).exists() or is_set_of_runs(path)]
 
 
 def find_run(name: str, where: Where) -> Path:
@@ -211,7 +210,7 @@ def find_run(name: str, where: Where) -> Path:
         ValueError: as `find`; or `name` is a search or comparison, and the message names some of its runs.
     """
     folder = find(name, where).folder
-    if (folder / SEARCH).exists() or (folder / COMPARISON).exists():
+    if is_set_of_runs(folder):
         logs = sorted(folder.glob(f"*/**/{EVENTS}"))
         names = ", ".join(str(path.parent.relative_to(folder.parent)) for path in logs[:3])
         raise LogError(f"name = {name!r}: holds many runs; name one of them, such as {names or 'none yet'}")

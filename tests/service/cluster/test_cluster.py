@@ -22,7 +22,7 @@ from triaccel_ray.service.cluster.cluster import (
     cluster,
     environment_variables,
     gpu_fraction,
-    require_gpu_to_share,
+    require_gpus,
     require_reachable,
 )
 from triaccel_ray.service.runs.spec import MAX_TRIALS_PER_GPU
@@ -36,10 +36,10 @@ def test_as_many_trials_as_asked_for_fit_on_a_gpu(num_sharing: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to share")
 def test_without_a_gpu_there_is_nothing_to_share() -> None:
-    require_gpu_to_share(None, own_spec("digits", device="auto"))
-    require_gpu_to_share("10.0.0.1:6379", own_spec("digits", device="cuda", trials_per_gpu=2))  # one may join
+    require_gpus(None, own_spec("digits", device="auto"))
+    require_gpus("10.0.0.1:6379", own_spec("digits", device="cuda", trials_per_gpu=2))  # one may join
     with pytest.raises(ValueError, match="trials-per-gpu = 2: this machine has no GPU to share; leave it out"):
-        require_gpu_to_share(None, own_spec("digits", device="auto", trials_per_gpu=2))
+        require_gpus(None, own_spec("digits", device="auto", trials_per_gpu=2))
 
 
 def test_a_ray_that_cannot_start_here_is_not_blamed_on_an_address(

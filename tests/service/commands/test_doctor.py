@@ -11,6 +11,7 @@ import pynvml
 import pytest
 
 from tests.service.stores import free_port
+from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.commands import doctor
 from triaccel_ray.service.commands.doctor import Finding, examine
 from triaccel_ray.service.storage.storage_path import StoragePath
@@ -25,8 +26,10 @@ def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Findi
 
     monkeypatch.setattr(doctor, "_triton", broken)
     port = free_port()
-    found = examine(StoragePath(str(tmp_path)), f"http://127.0.0.1:{port}", f"127.0.0.1:{port}")
-    return {subject: (verdict, text) for subject, verdict, text in found}
+    where = Where(
+        storage_path=StoragePath(str(tmp_path)), tracking_uri=f"http://127.0.0.1:{port}", address=f"127.0.0.1:{port}"
+    )
+    return {subject: (verdict, text) for subject, verdict, text in examine(where)}
 
 
 def test_every_check_goes_by_its_name(findings: dict[str, Finding]) -> None:

@@ -14,8 +14,8 @@ from tests.service.stores import free_port
 from triaccel_ray.records.events import End
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.commands import recording as recorder
-from triaccel_ray.service.commands.next_steps import command_to_resume, point_to, print_model, resumable
-from triaccel_ray.service.commands.recording import recording
+from triaccel_ray.service.commands.next_steps import command_to_resume, print_model, print_next_steps, resumable
+from triaccel_ray.service.commands.recording import Work, recording
 from triaccel_ray.service.storage.layout import SPEC
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.tracking import Tracker
@@ -44,17 +44,18 @@ def test_what_could_not_be_recorded_comes_with_the_whole_command_that_records_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(recorder, "FLUSH_TIMEOUT_S", 0.1)
-    run = SimulatedRun(tmp_path / "hunt").complete(epochs=1)
+    place = StoragePath.of(SimulatedRun(tmp_path / "hunt").complete(epochs=1))
     tracker = Tracker(f"http://127.0.0.1:{free_port()}", tmp_path)
     words = f"triaccel resume hunt --storage-path {tmp_path}"
-    with recording(tracker, run, words, experiment="x"):
+    settings = {"experiment": "x", "resume": False, "resume_command": words}
+    with recording(Work(place=place, where=Where(), tracker=tracker, **settings)):  # type: ignore[arg-type]
         pass
     assert f"Nothing is lost: `{words}` records them once the store answers" in capsys.readouterr().err
 
 
 def test_what_to_type_next_names_the_result_and_its_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     storage = StoragePath(str(tmp_path))
-    point_to(storage / "hunt", Where(storage_path=storage))
+    print_next_steps(storage / "hunt", Where(storage_path=storage))
     said = capsys.readouterr().out
     for command in ("report hunt", "ui"):
         assert f"triaccel {command} --storage-path {tmp_path}\n" in said

@@ -86,7 +86,7 @@ def test_a_run_has_a_line_for_each_epoch_once(screen: StringIO, tmp_path: Path) 
         "one: the process was lost",
         f"epoch 2/3, {figures} 91.25 %, score 60.83",
         f"epoch 3/3, {figures} 91.25 %, score 60.83",
-        f"one finished: epoch 3/3, {figures} 97.49 %, score 737.44",
+        "one finished after epoch 3/3: held out accuracy 97.49 %, score 737.44",
     ]
 
 
@@ -113,9 +113,9 @@ def test_each_of_several_runs_has_a_line_at_its_end(screen: StringIO, tmp_path: 
     assert screen.getvalue().splitlines() == [
         "searching",
         f"a: {figures} 91.25 %, score 60.83",
-        f"2/6 a finished: {figures} 97.49 %, score 737.44",
+        "2/6 a finished after epoch 2/3: held out accuracy 97.49 %, score 737.44",
         f"b: {figures} 91.25 %, score 60.83",
-        f"3/6 b stopped: {figures} 91.25 %, score 60.83",
+        "3/6 b stopped after epoch 2/3: held out accuracy 91.25 %, score 60.83",
         "4/6 c stopped",
         "5/6 d failed: RuntimeError: no memory",
         "6/6 e failed: likewise",
@@ -126,6 +126,6 @@ def test_each_of_several_runs_has_a_line_at_its_end(screen: StringIO, tmp_path: 
 def test_a_narrow_terminal_goes_without_columns(monkeypatch: pytest.MonkeyPatch, width: int, left_out: str) -> None:
     monkeypatch.setattr(console, "out", Console(file=StringIO(), width=width))
     header = ("first", "second", "third")
-    table = rich_table(Grid(header=header, rows=[("a", "b", "c")], spare=("second", "third")))
+    table = rich_table(Grid(header=header, rows=[("a", "b", "c")], droppable=("second", "third")))
     assert [column.header for column in table.columns] == [name for name in header if name not in left_out]
     assert table.caption == (f"left out for want of width: {left_out}; the page has them" if left_out else None)

@@ -12,9 +12,9 @@ from tests.service.stores import runs, ship
 from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.commands.recording import with_recorded_store
-from triaccel_ray.service.search.search import SEARCH, read_search
+from triaccel_ray.service.search.search import read_search
+from triaccel_ray.service.storage.layout import SEARCH, SHIPPED
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.service.tracking.shipped import SHIPPED
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
 

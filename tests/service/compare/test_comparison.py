@@ -17,8 +17,6 @@ from triaccel_ray.records.events import End, LogError
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.compare.comparison import (
-    COMPARISON,
-    FIXED_SETTING,
     READINGS,
     Comparison,
     FixedSetting,
@@ -40,7 +38,7 @@ from triaccel_ray.service.report.report import show
 from triaccel_ray.service.report.tables import RESULT_HEADINGS, Grid
 from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.record import RunRecord
-from triaccel_ray.service.storage.layout import begin
+from triaccel_ray.service.storage.layout import COMPARISON, FIXED_SETTING, begin
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 
@@ -296,7 +294,7 @@ def test_what_each_method_trained_with_is_shown() -> None:
     assert trained_with.title not in [grid.title for grid in not_yet]
 
 
-def test_a_comparison_is_written_as_markdown_and_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_is_shown_and_written_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = comparison(ablation=True, num_fixed=1)
     spec = replace(spec, base=replace(spec.base, trials_per_gpu=2))
     record = record_of(spec, tmp_path, named(ended("amp"), ended("fixed-fp32-64")))
@@ -308,13 +306,12 @@ def test_a_comparison_is_written_as_markdown_and_as_a_page(tmp_path: Path, capsy
     record = replace(record, runs=runs)
     view = view_comparison(record)
     show(view)
-    said, markdown, page = capsys.readouterr().out, (tmp_path / "comparison.md").read_text(), view.page.read_text()
+    said, page = capsys.readouterr().out, view.page.read_text()
     best = spec.table_1[-1]
     tables, command = comparison_tables(record), f"triaccel run --from {tmp_path}/{best}-seed0"
-    for shown in (said, markdown, page):
-        assert all(grid.title in shown for grid in tables)
     assert [grid.title[:7] for grid in tables if "GPUs shared by 2 runs each" in grid.note] == ["Table 1", "Table 2"]
     for shown in (said, page):
+        assert all(grid.title in shown for grid in tables)
         assert f"to train with best fixed, which has the best score:\n{command}" in shown
         assert "amp-seed1 failed (out_of_memory) after epoch 2: not even one sample fits" in shown
         assert "fp32-seed0 is missing: it was asked for and has not begun\ntriaccel-seed2 is missing" in shown
@@ -324,7 +321,8 @@ def test_a_comparison_is_written_as_markdown_and_as_a_page(tmp_path: Path, capsy
 
 def test_a_comparison_that_has_just_begun_can_be_looked_at(tmp_path: Path) -> None:
     begin(tmp_path / "versus", COMPARISON, comparison(num_fixed=1))
-    assert view_at(StoragePath.of(tmp_path / "versus")).command == ""
-    assert "Table 1" in (tmp_path / "versus" / "comparison.md").read_text()
+    view = view_at(StoragePath.of(tmp_path / "versus"))
+    assert view.command == ""
+    assert "Table 1" in view.page.read_text()
     with pytest.raises(LogError, match="holds no comparison"):
         read_comparison(tmp_path)

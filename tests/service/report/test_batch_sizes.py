@@ -70,7 +70,7 @@ def test_the_report_ends_with_the_command_that_trains_at_that_size(run: RunRecor
     assert command == view.command
     assert "A batch of 256 is efficient: 98.0% of the best samples/s." in sentence
     assert "Its learning rate is 0.1633 (lr_rule sqrt, from 0.1 at batch 96)" in sentence
-    assert notes == "1 time capture_failed (capture): the loss reads a file"
+    assert notes == "capture_failed (capture): the loss reads a file"
     assert f"triaccel tune-batch --from {run.folder}" in view.page.read_text()
 
 
@@ -87,7 +87,7 @@ def test_a_note_says_why_the_ladder_ends(
 ) -> None:
     end = End(status="finished", results={**RESULTS, "batch_size": float(found)})
     grid = batch_grid(run_with(tmp_path / "sizes", *sizes, end=end, maximum=maximum))
-    assert grid.note == f"*: the smallest with 97% of the best samples/s; {note}"
+    assert grid.note == f"*: the smallest with 97% of the best samples/s\n{note}"
     unfit = [row for row in grid.rows if row[-1] == "does not fit"]
     assert [row[1:4] for row in unfit] == [["", "", ""]] * sum(each.step_ms is None for each in sizes)
 

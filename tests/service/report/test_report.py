@@ -18,12 +18,12 @@ from triaccel_ray.records.events import End, EventLog, Interruption, Start
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Applied, Fault, FaultKind
 from triaccel_ray.service.report.provenance import about, run_notes, troubles
-from triaccel_ray.service.report.report import REPORT, Part, View, with_page
+from triaccel_ray.service.report.report import Part, View, with_page
 from triaccel_ray.service.report.run import result_grid, run_grid
 from triaccel_ray.service.report.tables import Grid
 from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.record import RunRecord, read_run
-from triaccel_ray.service.storage.layout import ERROR, SPEC, write_value
+from triaccel_ray.service.storage.layout import ERROR, REPORT, SPEC, write_value
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 PICTURE = b"\x89PNG\r\n\x1a\n not looked at"
@@ -122,12 +122,12 @@ def faults(kind: FaultKind, phase: str, *batch_sizes: int) -> list[Fault]:
     ("seen", "notes"),
     [
         ([], []),
-        (faults(FaultKind.OUT_OF_MEMORY, "any", 96, 96), ["2 times out_of_memory (any): why"]),
+        (faults(FaultKind.OUT_OF_MEMORY, "any", 96, 96), ["out_of_memory (any, 2 times): why"]),
         (
             faults(FaultKind.CAPTURE_OUT_OF_MEMORY, "capture", 128, 96, 128),
-            ["3 times capture_out_of_memory (capture): why"],
+            ["capture_out_of_memory (capture, 3 times): why"],
         ),
-        (faults(FaultKind.CAPTURE_FAILED, "capture", 96, 96), ["2 times capture_failed (capture): why"]),
+        (faults(FaultKind.CAPTURE_FAILED, "capture", 96, 96), ["capture_failed (capture, 2 times): why"]),
     ],
 )
 def test_faults_are_counted(run: RunRecord, seen: Sequence[Fault], notes: list[str]) -> None:

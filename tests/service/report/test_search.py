@@ -1,4 +1,4 @@
-"""What is said of a search: its table, what it recommends, which threshold mattered, and its page."""
+"""What is said of a search: its table, what it recommends, and its page."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from tests.service.search_folder import controls, simulated_search
 from triaccel_ray.records.events import End
 from triaccel_ray.service.report.report import show
 from triaccel_ray.service.report.search import (
-    MIN_TRIALS,
-    importance,
     missing_runs,
     outcomes,
     recommendation,
@@ -31,7 +29,7 @@ from triaccel_ray.service.search.search import SearchRecord, read_search, to_be_
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 REFERENCE = (90.0, 90.0)
-BY_ACCURACY = Objective(name="accuracy", reference=REFERENCE)
+BY_ACCURACY = Objective(name="metric", reference=REFERENCE)
 
 
 def changed(run: RunRecord, **fields: Any) -> RunRecord:
@@ -44,14 +42,12 @@ def search(accuracy: float, *, objective: str = "score") -> SearchRecord:
     return search_of(run_of("trial-000", accuracy=accuracy), objective=Objective(name=objective, reference=REFERENCE))
 
 
-def search_by_rho(num_trials: int, num_epochs: Sequence[int] = (4,), *, slope: float = 40.0) -> SearchRecord:
+def search_by_rho(num_trials: int) -> SearchRecord:
     """Trials whose accuracy is rho_low's doing alone."""
 
     def trial(index: int) -> RunRecord:
-        control, ended = controls(num_trials)[index], num_epochs[index % len(num_epochs)]
-        accuracy = 50.0 + slope * control.batch.rho_low
-        status = "finished" if ended == 4 else "stopped"
-        run = run_of(f"trial{index}", accuracy=accuracy, num_epochs=ended, status=status)
+        control = controls(num_trials)[index]
+        run = run_of(f"trial{index}", accuracy=50.0 + 40.0 * control.batch.rho_low, num_epochs=4)
         return replace(run, spec=replace(run.spec, control=control))
 
     return search_of(*map(trial, range(num_trials)))
@@ -68,7 +64,7 @@ def test_a_search_lists_baselines_then_trials_best_first() -> None:
     assert [row[7] for row in grid.rows[:5]] == ["90.00", "90.00", "92.00", "91.00", "80.00 *"]
     assert (grid.rows[5][6], grid.rows[6][1]) == ("1 of 30", "failed (non_finite)")
     assert [list(row[2:6]) for row in grid.rows[1:3]] == [[""] * 4, ["3.00e-07", "2.00e-05", "0.600", "0.850"]]
-    assert "at least 89.00 % (AMP 90.00 %, margin 1 points)" in grid.note
+    assert "at least 89.00 % (AMP 90.00 %, margin 1 point)" in grid.note
     assert "stopped: pruned before its last epoch" in grid.note
     assert {each.label: [point.metric for point in each.points] for each in outcomes(record)} == {
         "stopped early (pruned)": [99.0],
@@ -103,7 +99,7 @@ def test_a_best_trial_above_the_baselines_is_recommended() -> None:
     ("objective", "seconds", "peak_gb", "said"),
     [
         ("score", 10.0, 0.5, "score 17.9, AMP score 18, FP32 score 18"),
-        ("accuracy", 10.0, 0.5, "accuracy 89.50 %, AMP accuracy 90.00 %, FP32 accuracy 90.00 %"),
+        ("metric", 10.0, 0.5, "accuracy 89.50 %, AMP accuracy 90.00 %, FP32 accuracy 90.00 %"),
         ("time", 12.0, 0.5, "12 s an epoch, AMP 10 s an epoch, FP32 10 s an epoch"),
         ("memory", 10.0, 0.6, "a peak of 0.6 GB, AMP a peak of 0.5 GB, FP32 a peak of 0.5 GB"),
         ("pareto", 10.0, 0.6, "score 14.92, AMP score 18, FP32 score 18"),
@@ -170,7 +166,7 @@ def test_without_a_trial_within_the_margin_the_reason_is_said() -> None:
     sentence, command = recommendation(replace(record, trials=(*record.trials, failed)))
     assert command.endswith("amp")
     assert sentence.endswith("On this task and hardware train with AMP:")
-    assert "None of the 1 finished trials reaches 89.00 % (AMP with a margin of 1 points)" in sentence
+    assert "1 trial finished, and none reaches 89.00 % (AMP with a margin of 1 point)" in sentence
     assert "larger --margin. 1 failed; the page lists the reasons." in sentence
     faster = changed(record.baselines["fp32"], seconds=0.1)
     assert recommendation(replace(record, baselines={**record.baselines, "fp32": faster}))[1].endswith("fp32")
@@ -190,25 +186,6 @@ def test_a_search_without_a_trial_to_its_end_says_what_ended_them(ends: Sequence
     runs = [replace(run_of(f"t{i}"), end=End(status=status, cause=why)) for i, (status, why) in enumerate(ends)]
     said, _ = recommendation(search_of(*runs))
     assert re.match(f"No trial ran to its end .*{text}", said)
-
-
-def test_what_decides_is_found_important_among_trials_at_the_same_epoch() -> None:
-    record = search_by_rho(40, num_epochs=(3, 4))
-    short = replace(record.spec.base, recipe=replace(record.spec.base.recipe, epochs=7))
-    said = importance(replace(record, spec=replace(record.spec, base=short)))
-    name, share = said.removeprefix("Importance of each threshold: ").split(",")[0].split()
-    assert name == "rho_low"
-    assert float(share.rstrip("%")) > 60
-    assert "ranks of 40 trials after epoch 3" in said
-    base = replace(short, recipe=replace(short.recipe, epochs=8))  # whose trials may be pruned after epoch 4
-    assert "ranks of 20 trials after epoch 4" in importance(replace(record, spec=replace(record.spec, base=base)))
-    for few in (search_by_rho(MIN_TRIALS - 1), search_by_rho(MIN_TRIALS, slope=0.0)):
-        assert importance(replace(few, spec=replace(few.spec, base=short))) == ""
-    record = search_by_rho(MIN_TRIALS)
-    first, *others = record.trials
-    control = replace(first.spec.control, precision=replace(first.spec.control.precision, tau_low=0.0))
-    zero = replace(first, spec=replace(first.spec, control=control))  # has no place on a logarithmic scale
-    assert importance(replace(record, spec=replace(record.spec, base=short), trials=(zero, *others))) == ""
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,6 @@ def test_the_infeasible_is_below_the_feasible_and_ordered_by_what_it_lacks(
     [
         ("score", 45.0, {"score": 46.0}),
         ("metric", 90.0, {"metric": 91.0}),
-        ("accuracy", 90.0, {"metric": 91.0}),
         ("time", 0.25, {"seconds": 3.0}),
         ("memory", 2.0, {"peak_gb": 0.4}),
         ("pareto", 45.0, {"score": 46.0}),
@@ -102,8 +101,7 @@ def test_of_what_is_minimised_a_point_is_a_percent_of_what_amp_has() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "accuracy", "goal": LITTLE}, "objective = 'accuracy': the task is judged by bits per byte; write me"),
-        ({"name": "speed"}, "name = 'speed': must be one of score, metric, accuracy, time, memory, pareto"),
+        ({"name": "speed"}, "name = 'speed': must be one of score, metric, time, memory, pareto"),
         ({"margin": math.nan}, r"margin = nan: must lie in \[0, 100\]"),
     ],
 )

@@ -49,7 +49,7 @@ def context_of(task: str, folder: Path, **settings: Any) -> RunContext:
     def spec_of(config: Mapping[str, Any]) -> RunSpec:
         return replace(base, control=thresholds(config, base.control, measured))
 
-    return RunContext(place=StoragePath(str(folder)), spec_of=spec_of, objective=Objective(name="accuracy"))
+    return RunContext(place=StoragePath(str(folder)), spec_of=spec_of, objective=Objective(name="metric"))
 
 
 def take(context: RunContext, name: str, *, epochs: int, **config: Any) -> list[dict[str, Any]]:

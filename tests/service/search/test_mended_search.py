@@ -11,8 +11,8 @@ from tests.service.own_task import MODULE
 from tests.service.stores import Recorded, runs
 from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
 from triaccel_ray.service.runs.record import read_run
-from triaccel_ray.service.search.search import REPEATS, best_trial, ranked, read_search
-from triaccel_ray.service.storage.layout import ERROR, EVENTS
+from triaccel_ray.service.search.search import best_trial, ranked, read_search
+from triaccel_ray.service.storage.layout import ERROR, EVENTS, REPEATS
 
 MENDED = (
     MODULE

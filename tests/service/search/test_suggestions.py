@@ -5,26 +5,23 @@ from typing import Any
 
 import pytest
 from optuna.trial import TrialState
-from ray import tune
 
+from tests.service.records import RUN_SPEC
 from triaccel_ray.records.events import Claim, EventLog, LogError, TakenOverError
+from triaccel_ray.search_spaces.thresholds import ANCHOR, search_space
 from triaccel_ray.service.failures import DiskFullError
+from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.search.suggestions import JournaledSearch, ended_trials
+from triaccel_ray.service.storage.layout import JOURNAL
+from triaccel_ray.service.storage.storage_path import StoragePath
 
-SPACE = {"x": tune.uniform(0.0, 1.0), "y": tune.choice(["a", "b"])}
-FIRST = {"x": 0.5, "y": "a"}
+SPEC = SearchSpec(base=RUN_SPEC, space="thresholds-absolute", num_trials=6)
+FIRST = {name: ANCHOR[name] for name in search_space(SPEC.space)}
 
 
-def search(folder: Path, name: str = "trials.jsonl", claim: Claim | None = None) -> JournaledSearch:
-    return JournaledSearch(
-        SPACE,
-        folder / name,
-        maximized={"objective": True},
-        first=FIRST,
-        num_startup=2,
-        seed=0,
-        claim=claim,
-    )
+def search(folder: Path, claim: Claim | None = None) -> JournaledSearch:
+    folder.mkdir(exist_ok=True)
+    return JournaledSearch(SPEC, StoragePath.of(folder), claim)
 
 
 def carry_out(made: JournaledSearch, count: int) -> list[dict[str, Any]]:
@@ -32,7 +29,7 @@ def carry_out(made: JournaledSearch, count: int) -> list[dict[str, Any]]:
     suggested = []
     for number in range(count):
         sample = made.suggest(str(number))
-        made.on_trial_complete(str(number), {"objective": sample["x"], "epoch": 3, "finished": True})
+        made.on_trial_complete(str(number), {"objective": sample["rho_high"], "epoch": 3, "finished": True})
         suggested.append(sample)
     return suggested
 
@@ -53,14 +50,14 @@ def test_the_sampler_hears_of_pruned_trials_what_they_were_worth_at_each_epoch(t
 
 @pytest.mark.parametrize("torn", [b"", b'{"trial": "tri'])
 def test_a_search_that_begins_again_suggests_what_an_undisturbed_one_does(tmp_path: Path, torn: bytes) -> None:
-    whole, journal = carry_out(search(tmp_path, "whole"), 6), tmp_path / "cut"
+    whole, journal = carry_out(search(tmp_path / "whole"), 6), tmp_path / "cut" / JOURNAL
     assert whole[0] == {**FIRST, "trial": "trial-000", "ended": False}
-    broken = search(tmp_path, "cut")
+    broken = search(tmp_path / "cut")
     carry_out(broken, 3)
     begun = broken.suggest("lost")
     with journal.open("ab") as file:
         file.write(torn)
-    resumed = carry_out(search(tmp_path, "cut"), 6)
+    resumed = carry_out(search(tmp_path / "cut"), 6)
     assert resumed == [*({**each, "ended": True} for each in whole[:3]), *whole[3:]]
     assert resumed[3] == begun
     assert ended_trials(journal) == {sample["trial"] for sample in whole}  # the torn line was cut off
@@ -80,7 +77,7 @@ def test_nothing_is_suggested_or_noted_once_another_process_goes_on(tmp_path: Pa
     sample = made.suggest("one")
     EventLog(tmp_path / "log").close()
     before = (tmp_path / "trials.jsonl").read_bytes()
-    made.on_trial_complete("one", {"objective": sample["x"], "epoch": 3, "finished": True})
+    made.on_trial_complete("one", {"objective": sample["rho_high"], "epoch": 3, "finished": True})
     assert isinstance(made.failure, TakenOverError)
     with pytest.raises(TakenOverError):
         made.suggest("two")
@@ -93,7 +90,7 @@ def test_a_full_disk_is_not_the_trials_failure(tmp_path: Path) -> None:
     sample = made.suggest("one")
     (tmp_path / "trials.jsonl").unlink()
     (tmp_path / "trials.jsonl").symlink_to("/dev/full")
-    made.on_trial_complete("one", {"objective": sample["x"], "epoch": 3, "finished": True})
+    made.on_trial_complete("one", {"objective": sample["rho_high"], "epoch": 3, "finished": True})
     with pytest.raises(DiskFullError):
         made.suggest("two")
 

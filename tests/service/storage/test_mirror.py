@@ -10,21 +10,12 @@ import pytest
 from tests.service.storage.conftest import Machines, held, write
 from tests.service.waiting import wait_until
 from triaccel_ray.records.events import TakenOverError
-from triaccel_ray.service.compare import comparison
 from triaccel_ray.service.failures import StoreError
-from triaccel_ray.service.report.report import REPORT
-from triaccel_ray.service.search import search
 from triaccel_ray.service.storage import mirror
-from triaccel_ray.service.storage.copies import COMMAND_FILES, PAGE_FILES
-from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, SETTINGS, SPEC
+from triaccel_ray.service.storage.copies import PAGE_FILES
+from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, REPORT, SPEC
 from triaccel_ray.service.storage.mirror import mirrored, pull_all, require_unused, upload
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.service.tracking import shipped
-
-
-def test_the_files_of_a_command_are_those_that_its_modules_write() -> None:
-    written = (search.SEARCH, comparison.COMPARISON, search.PREPARED, comparison.FIXED_SETTING, search.JOURNAL)
-    assert set(COMMAND_FILES) == {*written, search.FOUND, shipped.SHIPPED, SETTINGS, REPORT, "comparison.md"}
 
 
 def test_a_command_and_its_store_hold_the_same(machines: Machines, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.stores import Server, runs
+from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.session import named_store, tracking_uri_of
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking import tracking
@@ -108,9 +109,9 @@ def test_a_store_is_the_one_given_else_the_environments_else_a_file(monkeypatch:
     assert named_store(None) == "http://host:5000"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", " ")
     assert named_store(None) is None
-    assert tracking_uri_of(StoragePath("/runs"), None) == "sqlite:////runs/mlflow.db"
+    assert tracking_uri_of(Where(storage_path=StoragePath("/runs"))) == "sqlite:////runs/mlflow.db"
     with pytest.raises(TrackingUnavailableError, match="tracking uri = None"):
-        tracking_uri_of(StoragePath("s3://bucket/runs"), None)
+        tracking_uri_of(Where(storage_path=StoragePath("s3://bucket/runs")))
 
 
 def test_another_server_is_refused_and_one_that_hangs_is_not_waited_for(

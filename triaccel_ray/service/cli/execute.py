@@ -8,7 +8,7 @@ from triaccel_ray.service.cli import specs
 from triaccel_ray.service.cli.translation import replayed_control
 from triaccel_ray.service.commands import ui
 from triaccel_ray.service.commands.doctor import show_findings
-from triaccel_ray.service.commands.next_steps import point_to
+from triaccel_ray.service.commands.next_steps import print_next_steps
 from triaccel_ray.service.commands.replay import reasons_grid, verdict
 from triaccel_ray.service.commands.train import carry_out
 from triaccel_ray.service.console import out, rich_table
@@ -25,7 +25,7 @@ def execute(command: specs.Command) -> int:
         case specs.Trains() | specs.Resume():
             outcome = carry_out(command, show=show)
             if outcome.view is not None:
-                point_to(outcome.context.place, outcome.context.where)
+                print_next_steps(outcome.work.place, outcome.work.where)
             return int(not outcome.is_complete)
         case specs.Report():
             show(view_at(find(command.name, command.where)))
@@ -36,11 +36,10 @@ def execute(command: specs.Command) -> int:
             out.print("\n".join(lines), soft_wrap=True)
         case specs.Ui():
             require(1 <= command.port <= 65535, "port", command.port, "must lie in 1 to 65535")
-            storage, given = command.where.storage_path, command.where.tracking_uri
-            ui.require_store(tracker_of(storage, given))
-            return ui.show(open_tracker(storage, given), command.host, command.port)
+            ui.require_store(tracker_of(command.where))
+            return ui.show(open_tracker(command.where), command.host, command.port)
         case specs.Doctor(tasks=False, where=where):
-            return show_findings(where.storage_path, where.tracking_uri, where.address)
+            return show_findings(where)
         case specs.Doctor():
             for name in TASKS:
                 task = load_task(name, None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import signal
 import socket
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,7 @@ from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.service.cluster.head_watch import stops_answering, watching
 from triaccel_ray.service.console import err
-from triaccel_ray.service.credentials import without_passwords
+from triaccel_ray.service.credentials import display_address, without_passwords
 from triaccel_ray.service.runs.environment import COMMIT_VARIABLE, commit_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.signals import as_interrupt, deferring_interrupt
@@ -170,11 +169,6 @@ def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def gpus_available() -> bool:
-    """Returns whether the connected cluster has a GPU."""
-    return bool(ray.cluster_resources().get("GPU", 0))
-
-
 def gpu_fraction(num_sharing: int) -> float:
     """Returns the fraction of a GPU that each of `num_sharing` trials requests, so that exactly that many fit.
 
@@ -191,7 +185,7 @@ def gpus_of_a_run(spec: RunSpec, address: str | None) -> float:
     """
     if spec.device == "cpu":
         return 0.0
-    if gpus_available():
+    if ray.cluster_resources().get("GPU", 0):
         return gpu_fraction(spec.trials_per_gpu)
     if address is None:
         return 0.0
@@ -202,45 +196,29 @@ def gpus_of_a_run(spec: RunSpec, address: str | None) -> float:
     return num_gpus
 
 
-def require_gpu_to_share(address: str | None, spec: RunSpec) -> None:
-    """Checks that there is a GPU if trials are to share one, early enough not to use up a search's name.
-
-    On a cluster, `--device cuda` waits for a GPU, so none needs to be present.
-
-    Raises:
-        ValueError: several trials are to share a GPU, and neither this machine nor the cluster at `address` has one.
-    """
-    if spec.trials_per_gpu == 1 or (address is not None and spec.device == "cuda"):
-        return
-    if address is None:
-        has_gpu, where = torch.cuda.is_available(), "this machine"
-    else:
-        with cluster(address):
-            has_gpu, where = gpus_available(), "the cluster"
-    rule = f"{where} has no GPU to share; leave it out: a machine without a GPU trains one trial at a time"
-    require(has_gpu, "trials-per-gpu", spec.trials_per_gpu, rule)
-
-
-def require_enough_gpus(address: str | None, spec: RunSpec) -> None:
-    """Checks that a run on several GPUs, or processes on CPUs, finds as many, early enough not to use up a name.
+def require_gpus(address: str | None, spec: RunSpec) -> None:
+    """Checks that there is a GPU to share, or enough GPUs for `--gpus`, early enough not to use up a result's name.
 
     On a cluster, `--device cuda` waits for GPUs, so none needs to be present.
 
     Raises:
-        ValueError: this machine, or the cluster at `address`, has fewer.
+        ValueError: this machine, or the cluster at `address`, has too few.
     """
-    if not spec.is_distributed or (address is not None and spec.device == "cuda"):
+    if spec.trials_per_gpu == 1 and not spec.is_distributed:
         return
-    if address is None:
-        where, num_cpus, num_gpus = "this machine", os.cpu_count() or 1, torch.cuda.device_count()
-    else:
+    if address is not None and spec.device == "cuda":
+        return
+    where, found = "this machine", {"CPU": os.cpu_count() or 1, "GPU": torch.cuda.device_count()}
+    if address is not None:
         with cluster(address):
-            found = ray.cluster_resources()
-        where, num_cpus, num_gpus = "the cluster", int(found.get("CPU", 0)), int(found.get("GPU", 0))
+            where, found = "the cluster", ray.cluster_resources()
+    num_cpus, num_gpus = int(found.get("CPU", 0)), int(found.get("GPU", 0))
+    rule = f"{where} has no GPU to share; leave it out: a machine without a GPU trains one trial at a time"
+    require(num_gpus > 0 or spec.trials_per_gpu == 1, "trials-per-gpu", spec.trials_per_gpu, rule)
     uses_gpus = spec.device == "cuda" or (spec.device == "auto" and num_gpus > 0)
-    available = num_gpus if uses_gpus else num_cpus
     kind = counted(num_gpus, "GPU") if uses_gpus else f"{counted(num_cpus, 'CPU')} for processes in place of GPUs"
-    require(spec.gpu_range[0] <= available, "gpus", spec.gpus, f"{where} has {kind}; give at most {available}")
+    rule = f"{where} has {kind}; give at most {num_gpus if uses_gpus else num_cpus}"
+    require(spec.gpu_range[0] <= (num_gpus if uses_gpus else num_cpus), "gpus", spec.gpus, rule)
 
 
 def require_reachable(address: str | None) -> None:
@@ -280,11 +258,6 @@ def require_listening(address: str | None) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError, OverflowError) as error:
         raise _unavailable(address, first_line(error)) from error
-
-
-def display_address(address: str) -> str:
-    """Returns `address`, with or without a scheme, without user and password, for messages."""
-    return address if "@" not in address else re.sub(r"^(\w+://)?.*@", r"\1***@", address)
 
 
 def _unavailable(address: str, reason: str) -> ClusterUnavailableError:

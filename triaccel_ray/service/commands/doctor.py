@@ -17,8 +17,8 @@ from tempfile import TemporaryDirectory
 from typing import Literal, TypeAlias
 
 from triaccel_ray.cuda.out_of_memory import first_line
+from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.console import out
-from triaccel_ray.service.storage.storage_path import StoragePath
 
 PACKAGES = ("torch", "torchvision", "triton", "ray", "mlflow", "optuna", "nvidia-ml-py", "scikit-learn", "rich")
 Verdict: TypeAlias = Literal["ok", "note", "problem"]
@@ -28,10 +28,10 @@ Finding: TypeAlias = tuple[Verdict, str]
 _STYLES: Mapping[Verdict, str] = {"ok": "green", "note": "yellow", "problem": "red"}
 
 
-def show_findings(storage: StoragePath, tracking_uri: str | None, address: str | None) -> int:
+def show_findings(where: Where) -> int:
     """Prints the findings as they come, and returns the exit status: 1 if one is a problem."""
     status = 0
-    for subject, verdict, text in examine(storage, tracking_uri, address):
+    for subject, verdict, text in examine(where):
         out.print(f"{verdict:8}", style=_STYLES[verdict], end="")
         out.print(f" {subject:22} {text}", soft_wrap=True)
         if verdict == "problem":
@@ -39,16 +39,17 @@ def show_findings(storage: StoragePath, tracking_uri: str | None, address: str |
     return status
 
 
-def examine(storage: StoragePath, tracking_uri: str | None, address: str | None) -> Iterator[tuple[str, Verdict, str]]:
+def examine(where: Where) -> Iterator[tuple[str, Verdict, str]]:
     """Yields subject, verdict and finding of each check; an exception becomes a finding."""
+    storage = where.storage_path
     checks: dict[str, Callable[[], Finding]] = {
         "python": lambda: ("ok", f"{platform.python_version()} at {sys.executable}"),
         **{name: partial(_package, name) for name in PACKAGES},
         "gpu": _gpu,
         "nvml": _nvml,
         "triton runs": _triton,
-        "ray starts": partial(_ray, address),
-        "mlflow store": partial(_tracking, storage, tracking_uri),
+        "ray starts": partial(_ray, where.address),
+        "mlflow store": partial(_tracking, where),
         "disk": partial(_disk, storage.folder),
     }
     if storage.uri is not None:
@@ -110,7 +111,7 @@ def _triton() -> Finding:
     if importlib.util.find_spec("triton") is None:
         return "note", "not on this platform: PyTorch's own kernels"
     if not torch.cuda.is_available():
-        return "note", "no GPU to run on; its interpreter is there"
+        return "note", "no GPU to run on: PyTorch's own kernels"
     import triton
 
     target = triton.runtime.driver.active.get_current_target()
@@ -133,10 +134,10 @@ def _ray(address: str | None) -> Finding:
         return "ok", f"{ray.__version__}, {resources.get('CPU', 0):.0f} CPUs, {resources.get('GPU', 0):.0f} GPUs"
 
 
-def _tracking(storage: StoragePath, tracking_uri: str | None) -> Finding:
+def _tracking(where: Where) -> Finding:
     from triaccel_ray.service.session import tracker_of
 
-    tracker = tracker_of(storage, tracking_uri)
+    tracker = tracker_of(where)
     tracker.check()
     return "ok", tracker.uri
 

@@ -7,14 +7,12 @@ import shlex
 from collections.abc import Iterator
 
 from triaccel_ray.service.cli.options import Where
-from triaccel_ray.service.cluster.cluster import display_address
 from triaccel_ray.service.cluster.head_watch import HeadLostError
-from triaccel_ray.service.compare.comparison import COMPARISON
 from triaccel_ray.service.console import err, out
+from triaccel_ray.service.credentials import display_address
 from triaccel_ray.service.runs.record import RunRecord
-from triaccel_ray.service.search.search import SEARCH
 from triaccel_ray.service.session import tracking_uri_of
-from triaccel_ray.service.storage.layout import MODEL, SPEC
+from triaccel_ray.service.storage.layout import MODEL, SPEC, is_set_of_runs
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 
@@ -42,7 +40,7 @@ def resumable(resume_command: str, place: StoragePath) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         text = f"stopped; nothing was trained, and there is no {place.base_name} yet"
-        if any((place.folder / name).exists() for name in (SPEC, SEARCH, COMPARISON)):
+        if (place.folder / SPEC).exists() or is_set_of_runs(place.folder):
             text = f"stopped; to go on from the last checkpoint:\n{resume_command}"
         raise KeyboardInterrupt(text) from None
     except HeadLostError as error:
@@ -72,9 +70,9 @@ def print_model(run: RunRecord, place: StoragePath) -> None:
     out.print(f"model:    {place}/{MODEL} ({origin})", soft_wrap=True)
 
 
-def point_to(place: StoragePath, where: Where) -> None:
+def print_next_steps(place: StoragePath, where: Where) -> None:
     """Prints where results are kept, and the commands that show them."""
-    shown = tracking_uri_of(where.storage_path, where.tracking_uri)
+    shown = tracking_uri_of(where)
     storage = _storage_option(where)
     copy = "" if place.uri is None else f" (working copy: {place.folder})"
     report = shlex.join(["triaccel", "report", place.base_name, *storage])

@@ -6,9 +6,10 @@ import contextlib
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 from triaccel_ray.measure.score import ACCURACY
@@ -37,21 +38,20 @@ class _Run:
         value = self.start.parameters.get(name) if self.start is not None else None
         return value if isinstance(value, int) else 0
 
-    def line(self, goal: Goal, end: End | None = None) -> str:
-        """Returns the figures of the last epoch as text, the final ones if `end` has them; empty before any epoch."""
-        epoch = self.epoch
-        if epoch is None:
-            return ""
-        figures = figures_of([epoch], goal, {} if end is None else end.results)
-        judged = "" if figures is None else f"held out {goal.named(figures.metric)}, score {figures.score:.2f}"
+    def line(self, epoch: Epoch, goal: Goal) -> str:
+        """Returns the figures of the last epoch as text."""
         parts = (
-            f"epoch {epoch.epoch}/{self.setting('recipe.epochs')}",
+            self.epoch_text(epoch),
             self.step_text(epoch.images_per_second, epoch.batch_size, epoch.peak_bytes),
             self._layers(),
             f"loss {epoch.train_loss:.4f}",
-            judged,
+            _judged(epoch, goal),
         )
         return ", ".join(filter(None, parts))
+
+    def epoch_text(self, epoch: Epoch) -> str:
+        """Returns the number of the epoch as text."""
+        return f"epoch {epoch.epoch}/{self.setting('recipe.epochs')}"
 
     def step_text(self, rate: float, batch_size: int, used_bytes: int) -> str:
         """Returns samples per second, batch size and memory as text."""
@@ -67,6 +67,12 @@ class _Run:
             levels = Counter(tick.decision.plan.precision.values())
             return "layers " + " ".join(f"{levels[level]} {level.value}" for level in Precision if level in levels)
         return ""
+
+
+def _judged(epoch: Epoch, goal: Goal, results: Mapping[str, float] = MappingProxyType({})) -> str:
+    """Returns metric and score on held-out samples as text, those of `results` if it has them; empty without."""
+    figures = figures_of([epoch], goal, results)
+    return "" if figures is None else f"held out {goal.named(figures.metric)}, score {figures.score:.2f}"
 
 
 class Progress:
@@ -153,19 +159,21 @@ class Progress:
                     record.epoch in (1, num_epochs)
                     or record.epoch % max(math.ceil(num_epochs / self._max_epochs), 1) == 0
                 ):
-                    self._print(prefix + run.line(self._goal))
+                    self._print(prefix + run.line(record, self._goal))
             case End():
                 self._print_end(name, record, run)
 
     def _print_end(self, name: str, end: End, run: _Run) -> None:
         num_ended = sum(each.has_ended for each in self._runs.values())
         counter = f"{num_ended}/{self._num_trials} " if self._num_trials else ""
-        text = run.line(self._goal, end)
+        after, text = "", ""
+        if run.epoch is not None:
+            after, text = f" after {run.epoch_text(run.epoch)}", _judged(run.epoch, self._goal, end.results)
         if end.status == "failed":
             reason = end.message.partition("\n")[0]
             text = "likewise" if reason == self._last_reason else reason
             self._last_reason = reason
-        self._print(f"{counter}{name} {end.status}: {text}".removesuffix(": "))
+        self._print(f"{counter}{name} {end.status}{after}: {text}".removesuffix(": "))
 
     def _print(self, line: str) -> None:
         err.print(line, soft_wrap=True)

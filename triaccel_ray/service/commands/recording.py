@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from triaccel_ray.config import ControlConfig
@@ -13,11 +13,12 @@ from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.console import err
 from triaccel_ray.service.failures import cause_of, reporting_full_disk
 from triaccel_ray.service.runs.record import has_begun
-from triaccel_ray.service.search.search import JOURNAL, best_trial, read_search
+from triaccel_ray.service.search.search import best_trial, read_search
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.search.suggestions import ended_trials
 from triaccel_ray.service.session import tracking_uri_of
-from triaccel_ray.service.storage.layout import EVENTS
+from triaccel_ray.service.storage.layout import EVENTS, JOURNAL
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.shipped import read_shipped
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
 from triaccel_ray.service.tracking.tracking import Tracker, sqlite_path
@@ -25,6 +26,26 @@ from triaccel_ray.service.units import format_bytes
 
 FLUSH_TIMEOUT_S = 15.0
 """Time that a command waits at its end for a store that does not answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a command trains anew or resumes: its storage, and where it is recorded."""
+
+    place: StoragePath
+    where: Where
+    tracker: Tracker
+    experiment: str
+    """MLflow experiment."""
+    resume: bool
+    """Whether the command resumes what is at `place`."""
+    resume_command: str
+    """Command that resumes it after an interruption."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the results on this machine."""
+        return self.place.folder
 
 
 def with_recorded_store(folder: Path, where: Where) -> Where:
@@ -38,11 +59,11 @@ def with_recorded_store(folder: Path, where: Where) -> Where:
     shipped = read_shipped(folder)
     if where.tracking_uri is None and shipped is not None:
         path = sqlite_path(shipped.store)
-        usual = None if where.storage_path.uri is not None else tracking_uri_of(where.storage_path, None)
+        usual = None if where.storage_path.uri is not None else tracking_uri_of(where)
         if shipped.store != usual and (path is None or path.is_file()):
             err.print(f"recorded in {shipped.store}, as before; --tracking-uri names another store", soft_wrap=True)
             where = replace(where, tracking_uri=shipped.store)
-    tracking_uri_of(where.storage_path, where.tracking_uri)
+    tracking_uri_of(where)
     return where
 
 
@@ -64,15 +85,13 @@ def search_parent(spec: SearchSpec, folder: Path) -> Parent:
 
 
 @contextlib.contextmanager
-def recording(
-    tracker: Tracker, root: Path, resume_command: str, *, experiment: str, parent: Parent | None = None
-) -> Iterator[None]:
-    """Ships the logs below `root` to the tracking store in the background, and the rest of them at the end.
+def recording(work: Work, *, parent: Parent | None = None) -> Iterator[None]:
+    """Ships the logs of the work to the tracking store in the background, and the rest of them at the end.
 
-    A failing store neither stops nor slows the work. If records are missing at the end, a message says so and names
-    `resume_command`, the command that ships them.
+    A failing store neither stops nor slows the work. If records are missing at the end, a message says so and names the
+    command that ships them.
     """
-    shipper = Shipper(tracker, root, experiment=experiment, parent=parent)
+    shipper = Shipper(work.tracker, work.folder, experiment=work.experiment, parent=parent)
     shipper.start()
     timeout_s = FLUSH_TIMEOUT_S
     try:
@@ -83,26 +102,26 @@ def recording(
     finally:
         if not shipper.finish(timeout_s):
             err.print(
-                f"not everything is recorded in {tracker.uri}: {shipper.last_error}\n"
-                f"Some records still wait. Nothing is lost: `{resume_command}` records them once the store answers.",
+                f"not everything is recorded in {work.tracker.uri}: {shipper.last_error}\n"
+                "Some records still wait. Nothing is lost: "
+                f"`{work.resume_command}` records them once the store answers.",
                 style="yellow",
                 soft_wrap=True,
             )
 
 
 @contextlib.contextmanager
-def recording_parent(
-    tracker: Tracker, folder: Path, resume_command: str, experiment: str, control: ControlConfig, parent: Parent
-) -> Iterator[EventLog]:
+def recording_parent(work: Work, control: ControlConfig, parent: Parent) -> Iterator[EventLog]:
     """Yields the event log of a search or comparison as a whole, and records everything below its folder.
 
     Interrupted work ends the log too, so that nothing stays "running" for ever. Resuming removes that end.
     """
+    folder = work.folder
     with reporting_full_disk(folder):
         log = EventLog(folder / EVENTS, keep=1 if has_begun(folder) else 0)
         if log.num_records == 0:
             log.append(Start(control=control, info=parent.tags))
-    with recording(tracker, folder, resume_command, experiment=experiment, parent=parent):
+    with recording(work, parent=parent):
         try:
             yield log
         except BaseException as error:

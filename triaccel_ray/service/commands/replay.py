@@ -41,10 +41,9 @@ def verdict(run: RunRecord, control: ControlConfig) -> Iterator[str]:
         LogError: the run made no tick.
     """
     if not run.ticks:
-        raise LogError(
-            f"run {run.name} made no tick: method {run.spec.method} decides nothing, or the run was shorter than "
-            f"{run.spec.control.every_steps} steps"
-        )
+        too_short = f"it was shorter than {run.spec.control.every_steps} steps"
+        reason = f"method {run.spec.method} decides nothing" if run.spec.is_baseline else too_short
+        raise LogError(f"run {run.name} made no tick: {reason}")
     result = replay(control, [(tick.observation, tick.decision) for tick in run.ticks])
     is_own = control == run.start.control
     if result.diverged_at is None:

@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import ray
 
-from triaccel_ray.records.events import Claim, End
+from triaccel_ray.records.events import Claim, End, EventLog
 from triaccel_ray.service.cli.options import Where, settings_text
 from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search, Trains
 from triaccel_ray.service.cli.translation import spec_of
 from triaccel_ray.service.cluster.cluster import (
     cluster,
-    display_address,
     gpus_of_a_run,
     joined_address,
-    require_enough_gpus,
-    require_gpu_to_share,
+    require_gpus,
     require_reachable,
 )
 from triaccel_ray.service.commands.next_steps import command_to_resume, print_model, print_outcome, resumable
 from triaccel_ray.service.commands.progress import Progress
 from triaccel_ray.service.commands.recording import (
+    Work,
     recording,
     recording_parent,
     search_parent,
     with_recorded_store,
 )
-from triaccel_ray.service.compare import comparison
-from triaccel_ray.service.compare.choosing import choose, trial_of
-from triaccel_ray.service.compare.comparison import COMPARISON, read_comparison, summary_metrics
+from triaccel_ray.service.compare.comparison import read_comparison, summary_metrics
+from triaccel_ray.service.compare.fixed_setting import choose_fixed_setting, trial_of
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.console import err, out
+from triaccel_ray.service.credentials import display_address
 from triaccel_ray.service.failures import RunFailedError
 from triaccel_ray.service.report.comparison import view_comparison
 from triaccel_ray.service.report.report import View
@@ -48,12 +48,8 @@ from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.search.search import (
-    FOUND,
-    REPEATS,
-    SEARCH,
-    TRIALS,
     best_trial,
-    contenders,
+    candidates,
     prepare,
     read_search,
     to_be_repeated,
@@ -65,8 +61,13 @@ from triaccel_ray.service.session import find, new_name, open_tracker, require_e
 from triaccel_ray.service.storage.copies import PAGE_FILES
 from triaccel_ray.service.storage.layout import (
     BASELINES,
+    COMPARISON,
     ERROR,
+    FOUND,
+    REPEATS,
+    SEARCH,
     SETTINGS,
+    TRIALS,
     begin,
     claiming_name,
     write_atomically,
@@ -76,32 +77,21 @@ from triaccel_ray.service.storage.mirror import mirrored, require_unused, upload
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.shipped import read_shipped
 from triaccel_ray.service.tracking.shipper import Parent
-from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.service.units import counted
 
-MISTAKES = ("bug", "preempted", "store")
+RETRIED_CAUSES = ("bug", "preempted", "store")
 """Causes of failures that are unrelated to the settings tried."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """Where a command trains, stores and records its work, and what shows the result."""
-
-    place: StoragePath
-    where: Where
-    experiment: str
-    """MLflow experiment."""
-    resume: bool = False
-    """Whether the command resumes what is at `place`."""
-    show: Callable[[View], object]
-    """Called with the result as soon as there is one, before the rest of it is recorded."""
+Show: TypeAlias = Callable[[View], object]
+"""Called with the result as soon as there is one, before the rest of it is recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """The outcome of a command that trains."""
 
-    context: Context
+    work: Work
     view: View | None
     """None if nothing was left to train."""
     is_complete: bool
@@ -112,7 +102,7 @@ class Outcome:
     """Runs that are not in `failures`."""
 
 
-def carry_out(command: Trains | Resume, show: Callable[[View], object] = lambda view: None) -> Outcome:
+def carry_out(command: Trains | Resume, show: Show = lambda view: None) -> Outcome:
     """Carries out a command that trains and returns its outcome; `show` gets the result as soon as there is one.
 
     Raises:
@@ -131,15 +121,23 @@ def carry_out(command: Trains | Resume, show: Callable[[View], object] = lambda 
         spec, shipped = _stored_spec(place.folder), read_shipped(place.folder)
         kinds: dict[type, type[Trains]] = {SearchSpec: Search, ComparisonSpec: Compare, RunSpec: Run}
         experiment = kinds[type(spec)].experiment if shipped is None else shipped.experiment
-    resume = isinstance(command, Resume)
-    context = Context(place=place, where=where, experiment=experiment, resume=resume, show=show)
+    is_resumed = isinstance(command, Resume)
+    _check(spec if isinstance(spec, RunSpec) else spec.base, place, where, experiment, is_resumed=is_resumed)
+    work = Work(
+        place=place,
+        where=where,
+        tracker=open_tracker(where),
+        experiment=experiment,
+        resume=is_resumed,
+        resume_command=command_to_resume(place, where),
+    )
     match spec:
         case SearchSpec():
-            return _search(spec, context)
+            return _search(spec, work, show)
         case ComparisonSpec():
-            return _compare(spec, context)
+            return _compare(spec, work, show)
         case _:
-            return _train(spec, context)
+            return _train(spec, work, show)
 
 
 def _task_and_kind(spec: RunSpec | SearchSpec | ComparisonSpec) -> tuple[str, str]:
@@ -161,43 +159,35 @@ def _stored_spec(folder: Path) -> RunSpec | SearchSpec | ComparisonSpec:
     return read_spec(folder)
 
 
-def _prepare(spec: RunSpec, context: Context) -> tuple[Tracker, str]:
-    """Runs all checks that need no Ray; returns the tracker and the command that resumes.
-
-    Nothing is written at the place, so that a mistake does not use up the name.
-    """
-    place, where = context.place, context.where
-    require_experiment(context.experiment)
-    if not context.resume:
+def _check(spec: RunSpec, place: StoragePath, where: Where, experiment: str, *, is_resumed: bool) -> None:
+    """Checks everything that needs no Ray. Nothing is written, so that a mistake does not use up the name."""
+    require_experiment(experiment)
+    if not is_resumed:
         require_unused(place)
     require_reachable(where.address)
-    require_gpu_to_share(where.address, spec)
-    require_enough_gpus(where.address, spec)
+    require_gpus(where.address, spec)
     if where.address is None:
         require_budget(spec)
-    tracker = open_tracker(where.storage_path, where.tracking_uri)
-    return tracker, command_to_resume(place, where)
 
 
-def _train(spec: RunSpec, context: Context) -> Outcome:
-    place, where, folder = context.place, context.where, context.place.folder
-    tracker, resume_command = _prepare(spec, context)
-    before = read_if_begun(folder) if context.resume else None
+def _train(spec: RunSpec, work: Work, show: Show) -> Outcome:
+    place, folder = work.place, work.folder
+    before = read_if_begun(folder) if work.resume else None
     if before is not None and before.has_outcome:
         print_outcome(before)
         if before.status != "failed (out_of_memory)":
-            with mirrored(place), recording(tracker, folder, resume_command, experiment=context.experiment):
+            with mirrored(place), recording(work):
                 out.print(f"{folder.name} is {before.status}; recording in MLflow what is missing")
             print_model(before, place)
-            return Outcome(context=context, view=None, is_complete=before.status == "finished")
+            return Outcome(work=work, view=None, is_complete=before.status == "finished")
     with (
-        contextlib.nullcontext() if context.resume else claiming_name(folder),
-        resumable(resume_command, place),
+        contextlib.nullcontext() if work.resume else claiming_name(folder),
+        resumable(work.resume_command, place),
         mirrored(place),
-        _ray(where),
-        recording(tracker, folder, resume_command, experiment=context.experiment),
+        _ray(work.where),
+        recording(work),
     ):
-        specs, num_gpus = {folder.name: spec}, gpus_of_a_run(spec, where.address)
+        specs, num_gpus = {folder.name: spec}, gpus_of_a_run(spec, work.where.address)
         title = f"{spec.task}: {METHODS[spec.method]}"
         with Progress(title, folder.parent, specs, goal=spec.goal, max_epochs=100):
             failures = run_all(specs, place.parent, num_gpus=num_gpus)
@@ -207,41 +197,49 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
     if spec.method != TUNE_BATCH:  # `triaccel run` cannot read this method
         write_atomically(folder / SETTINGS, settings_text(spec))
     view = view_run(run)
-    context.show(view)
+    show(view)
     upload(place, PAGE_FILES)
     print_model(run, place)
-    return Outcome(context=context, view=view, is_complete=True)
+    return Outcome(work=work, view=view, is_complete=True)
 
 
-def _search(spec: SearchSpec, context: Context) -> Outcome:
-    base, place, where, folder = spec.base, context.place, context.where, context.place.folder
-    tracker, resume_command = _prepare(base, context)
-    if not context.resume:
-        begin(folder, SEARCH, spec)
-    parent = search_parent(spec, folder)
-    recorded = recording_parent(tracker, folder, resume_command, context.experiment, base.control, parent)
-    with resumable(resume_command, place), mirrored(place), recorded as log:
-        with _ray(where):
-            _run_search(spec, context, log.claim)
+@contextlib.contextmanager
+def _set_of_runs(spec: SearchSpec | ComparisonSpec, file: str, work: Work, parent: Parent) -> Iterator[EventLog]:
+    """Yields the log of a search or comparison, whose spec is in `file`, while its folder is synced and recorded."""
+    if not work.resume:
+        begin(work.folder, file, spec)
+    with (
+        resumable(work.resume_command, work.place),
+        mirrored(work.place),
+        recording_parent(work, spec.base.control, parent) as log,
+    ):
+        yield log
+
+
+def _search(spec: SearchSpec, work: Work, show: Show) -> Outcome:
+    folder = work.folder
+    with _set_of_runs(spec, SEARCH, work, search_parent(spec, folder)) as log:
+        with _ray(work.where):
+            _run_search(spec, work, log.claim)
         record = read_search(folder)
         found = tuned_thresholds_of(record)
         if found is not None:
             write_value(folder / FOUND, found)
         view = view_search(record)
-        context.show(view)
+        show(view)
         failures: dict[str, str] = {}
         for run in record.trials:
-            if run.end is not None and run.end.cause in MISTAKES:
+            if run.end is not None and run.end.cause in RETRIED_CAUSES:
                 trace = f"; the traceback is in {run.folder / ERROR}" if (run.folder / ERROR).exists() else ""
                 failures[run.name] = f"{run.name} {run.status}: {run.end.message}{trace}"
         best = best_trial(record)
-        end = None if best is None else contenders(record)[best.name].end
+        end = None if best is None else candidates(record)[best.name].end
         log.append(_end_record(failures, len(record.trials), {} if end is None else end.results))
     if failures:
         err.print("\n".join(failures.values()), style="red", soft_wrap=True)
-        err.print(f"`{resume_command}` tries these again", soft_wrap=True)
+        err.print(f"`{work.resume_command}` tries these again", soft_wrap=True)
     return Outcome(
-        context=context,
+        work=work,
         view=view,
         is_complete=best is not None and not failures,
         failures=list(failures.values()),
@@ -249,15 +247,15 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
     )
 
 
-def _run_search(spec: SearchSpec, context: Context, claim: Claim) -> None:
+def _run_search(spec: SearchSpec, work: Work, claim: Claim) -> None:
     """Runs what is missing of a search: baselines and probe, then the trials, then repeats of short runs."""
-    base, place, folder = spec.base, context.place, context.place.folder
-    num_gpus, shared = gpus_of_a_run(base, context.where.address), _share_samples(base)
+    base, place, folder = spec.base, work.place, work.folder
+    num_gpus, shared = gpus_of_a_run(base, work.where.address), _share_samples(base)
     with Progress(f"{base.task}: baselines and probe", folder / BASELINES, goal=base.goal):
         prepared = prepare(spec, place, num_gpus=num_gpus, shared=shared)
     title = f"{base.task}: {counted(spec.num_trials, 'trial')}"
     with Progress(title, folder / TRIALS, goal=base.goal, num_trials=spec.num_trials):
-        tune_trials(spec, prepared, place, num_gpus=num_gpus, resume=context.resume, shared=shared, claim=claim)
+        tune_trials(spec, prepared, place, num_gpus=num_gpus, resume=work.resume, shared=shared, claim=claim)
     missing_repeats = to_be_repeated(read_search(folder))
     if missing_repeats:
         title = f"{base.task}: the best trial and the baselines again"
@@ -268,21 +266,18 @@ def _run_search(spec: SearchSpec, context: Context, claim: Claim) -> None:
                 raise error
 
 
-def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
-    base, place, where, folder = spec.base, context.place, context.where, context.place.folder
-    tracker, resume_command = _prepare(base, context)
-    if not context.resume:
-        begin(folder, COMPARISON, spec)
-    tags = {"task": base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
-    parent = Parent(name=folder.name, tags=tags)
-    recorded = recording_parent(tracker, folder, resume_command, context.experiment, base.control, parent)
-    with resumable(resume_command, place), mirrored(place), recorded as log:
-        with _ray(where):
-            num_gpus = gpus_of_a_run(base, where.address)
+def _compare(spec: ComparisonSpec, work: Work, show: Show) -> Outcome:
+    base, place, folder = spec.base, work.place, work.folder
+    parent = Parent(
+        name=folder.name, tags={"task": base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
+    )
+    with _set_of_runs(spec, COMPARISON, work, parent) as log:
+        with _ray(work.where):
+            num_gpus = gpus_of_a_run(base, work.where.address)
             if spec.num_fixed and read_comparison(folder).fixed is None:
                 title = f"{base.task}: trials on validation samples"
-                with Progress(title, folder / comparison.TRIALS, goal=base.goal):
-                    choose(spec, place, num_gpus=num_gpus, shared=_share_samples(trial_of(base)))
+                with Progress(title, folder / TRIALS, goal=base.goal):
+                    choose_fixed_setting(spec, place, num_gpus=num_gpus, shared=_share_samples(trial_of(base)))
             missing = read_comparison(folder).unfinished()
             with Progress(f"{base.task}: comparison", folder, missing, goal=base.goal):
                 failures = run_all(missing, place, num_gpus=num_gpus)
@@ -293,15 +288,15 @@ def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
         for name, error in failures.items():
             failed[name] = str(error) if isinstance(error, RunFailedError) else f"{name} failed: {error}"
         view = view_comparison(record)
-        context.show(view)
+        show(view)
         log.append(_end_record(failed, len(record.runs), summary_metrics(record)))
     for name, text in failed.items():
         err.print(text, style="red", soft_wrap=True)
         if name in record.runs and record.runs[name].has_outcome:
-            retry_command = command_to_resume(place / name, where)
+            retry_command = command_to_resume(place / name, work.where)
             err.print(f"that is its outcome; `{retry_command}` tries it again", soft_wrap=True)
     return Outcome(
-        context=context,
+        work=work,
         view=view,
         is_complete=not failed,
         failures=list(failed.values()),

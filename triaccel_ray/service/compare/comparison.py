@@ -17,13 +17,10 @@ from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.runs.methods import FIXED
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.storage.layout import read_value
+from triaccel_ray.service.storage.layout import COMPARISON, FIXED_SETTING, TRIALS, read_value
 from triaccel_ray.trainables.task import Purpose
 
 _WAY_OUT = "begin a new comparison"
-COMPARISON = "comparison.json"
-FIXED_SETTING = "fixed.json"
-TRIALS = "trials"
 REFERENCE = "amp"
 """The method that the others are tested against."""
 TRAINING_SECONDS = "training_seconds"

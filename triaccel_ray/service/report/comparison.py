@@ -17,15 +17,14 @@ from triaccel_ray.service.report.drawing import METHOD_STYLES, Series, metric_ag
 from triaccel_ray.service.report.provenance import about, all_settings, sharing_note, troubles
 from triaccel_ray.service.report.readings import best_of, mean_and_deviation, readings_grid
 from triaccel_ray.service.report.report import View, with_page
-from triaccel_ray.service.report.tables import TO_TARGET, VIEWS_NOTE, Grid, joined, result_headings
+from triaccel_ray.service.report.tables import TO_TARGET, VIEWS_NOTE, Grid, joined, lines, result_headings
 from triaccel_ray.service.runs.methods import FIXED, METHODS
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import JOULES, ONE_VIEW
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.storage import layout
+from triaccel_ray.service.storage.layout import FIGURES
 from triaccel_ray.service.units import counted
 
-COMPARISON_MARKDOWN = "comparison.md"
 MIN_PAIRS = 3
 """Fewest pairs for a confidence interval: two differences leave a single degree of freedom."""
 LEVEL = 0.95
@@ -38,19 +37,17 @@ def label(method: str) -> str:
 
 
 def view_comparison(record: Comparison) -> View:
-    """Returns a comparison's tables; writes them to a Markdown file and, with a figure, to the HTML page."""
+    """Returns the view of a comparison, its tables; writes its figure and page."""
     folder, spec, base = record.folder, record.spec, record.spec.base
     title = f"{folder.name}: {base.task}"
     tables = comparison_tables(record)
     advice, command = _advice(record)
     missing = [name for name in final_runs(spec, record.fixed) if name not in record.runs]
-    text = "\n".join(f"## {grid.title}\n\n{grid.markdown()}" for grid in tables)
-    layout.write_atomically(folder / COMPARISON_MARKDOWN, f"# {title}\n\n{text}")
     pictures = []
     if series := [_series(each, base.goal) for each in _results(record, spec.all_methods).values() if each.by_seed]:
         subtitle = joined(f"{base.task}, {counted(spec.num_seeds, 'seed')}, mean ± deviation", sharing_note(base))
         figure = metric_against_cost(series, base.goal, subtitle=subtitle, samples="test")
-        pictures = [save(figure, folder / layout.FIGURES / f"{base.goal.name}_against_cost.png")]
+        pictures = [save(figure, folder / FIGURES / f"{base.goal.name}_against_cost.png")]
     facts = {"seeds": f"{spec.num_seeds}, from 0"} | {label(name): METHODS[name] for name in spec.all_methods}
     return with_page(
         View(
@@ -109,14 +106,14 @@ def comparison_tables(record: Comparison) -> list[Grid]:
     """Returns the comparison's tables in reading order, without empty ones."""
     spec, base, goal = record.spec, record.spec.base, record.spec.base.goal
     held_apart = "" if base.target is None else "trained without the validation samples, which judged each epoch"
-    shared, table_1 = joined(sharing_note(base), held_apart), _results(record, spec.table_1)
+    shared, table_1 = lines(sharing_note(base), held_apart), _results(record, spec.table_1)
     table_2 = {row: record.results(method) for method, row in ABLATION.items()} if spec.ablation else {}
     amp = table_1.get(REFERENCE)
     note = "" if amp is not None else "AMP is not among the methods: there is nothing to compare with"
     to_amp = [(name, each, amp) for name, each in table_1.items() if amp is not None and each is not amp]
     to_above = [(name, each, above) for (_, above), (name, each) in pairwise(table_2.items())]
     tables = (
-        values_grid("Table 1, test samples, read once by each run", table_1, goal, note=joined(shared, note)),
+        values_grid("Table 1, test samples, read once by each run", table_1, goal, note=lines(shared, note)),
         readings_grid("Table 1, the score by each reading of time and memory", table_1, goal, base.target),
         differences_grid("Table 1, differences to AMP", to_amp, goal),
         values_grid("Table 2, the ablation", table_2, goal, note=shared),
@@ -140,7 +137,7 @@ def values_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, no
             [name, str(len(results.by_seed)), *(mean_and_deviation(results, figure) for figure in headings)]
             for name, results in rows.items()
         ],
-        note=joined(
+        note=lines(
             "mean ± standard deviation over seeds",
             "s/epoch: mean of the last five epochs, without the first of the run",
             f"score = {quality_text(goal)} / (s/epoch x process peak GB)",

@@ -13,7 +13,6 @@ from triaccel_ray.service.runs.environment import COMMIT
 from triaccel_ray.service.runs.record import OWN_CODE, RunRecord
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import ERROR, EVENTS
-from triaccel_ray.service.units import counted
 
 _VERSIONS = ("triaccel-ray", "torch", "triton", "python")
 
@@ -87,7 +86,8 @@ def _notes_on(run: RunRecord) -> Iterator[str]:
     faults += [fault for each in run.throughputs for fault in each.faults]
     counts = Counter((fault.kind.value, fault.phase, fault.detail) for fault in faults)
     for (kind, phase, detail), count in counts.items():
-        yield f"{counted(count, 'time')} {kind} ({phase}): {detail}".removesuffix(": ")
+        times = f", {count} times" if count > 1 else ""
+        yield f"{kind} ({phase}{times}): {detail}".removesuffix(": ")
 
 
 def _troubles_of(run: RunRecord) -> Iterator[str]:

@@ -8,7 +8,7 @@ from decimal import Decimal
 
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.compare.comparison import READINGS, MethodResults
-from triaccel_ray.service.report.tables import TO_TARGET, Grid, joined
+from triaccel_ray.service.report.tables import TO_TARGET, Grid, lines
 from triaccel_ray.service.runs.record import JOULES
 
 
@@ -44,7 +44,7 @@ def readings_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, tar
             ]
             for name, results in rows.items()
         ],
-        note=joined(
+        note=lines(
             "whole run s: of all epochs, compilation and adaptation included",
             "" if target is None else f"target: the first epoch with validation {goal.named(target)} or better",
             verdict,

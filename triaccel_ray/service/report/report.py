@@ -16,9 +16,8 @@ from triaccel_ray.search_spaces.tuned import TunedThresholds
 from triaccel_ray.service import console
 from triaccel_ray.service.console import rich_table
 from triaccel_ray.service.report.tables import Grid
-from triaccel_ray.service.storage.layout import write_atomically
+from triaccel_ray.service.storage.layout import REPORT, write_atomically
 
-REPORT: Final = "report.html"
 Part: TypeAlias = str | Grid | Path
 """A text, a table, or the path of a picture."""
 _HEAD: Final = """<!doctype html>

@@ -12,7 +12,7 @@ from triaccel_ray.service.cli.options import repeat_command
 from triaccel_ray.service.report.figures import run_figures
 from triaccel_ray.service.report.provenance import about, all_settings, run_notes, troubles
 from triaccel_ray.service.report.report import View, with_page
-from triaccel_ray.service.report.tables import STAR, VIEWS_NOTE, Grid, joined, metric_headings, result_headings
+from triaccel_ray.service.report.tables import STAR, VIEWS_NOTE, Grid, joined, lines, metric_headings, result_headings
 from triaccel_ray.service.runs.methods import METHODS, TUNE_BATCH
 from triaccel_ray.service.runs.record import ONE_VIEW, OWN_CODE, RunRecord
 from triaccel_ray.service.units import counted
@@ -36,7 +36,7 @@ def batch_grid(run: RunRecord) -> Grid:
         header=("batch", "ms a step", "samples/s", "% of the best", "process peak GB", "how"),
         rows=rows,
         title=f"{run.name}: {run.spec.task}, {run.spec.control.precision.initial.value}, {run.status}",
-        note=joined(
+        note=lines(
             f"*: the smallest with {EFFICIENT_SHARE:.0%} of the best samples/s" if _efficient(run) else "",
             "sizes above the one that does not fit were not tried" if unfit else "",
             f"sizes above {most} were not tried: there are {most} training samples" if most < asked else "",
@@ -104,7 +104,7 @@ def view_run(run: RunRecord) -> View:
         command = repeat = repeat_command("tune-batch" if spec.method == TUNE_BATCH else "run", run.folder)
     if spec.method == TUNE_BATCH:
         command, rows = command_at(run), batch_grid(run)
-        second: Grid | str = "\n".join(filter(None, (recommendation(run), command)))
+        second: Grid | str = lines(recommendation(run), command)
     else:
         rows = run_grid(run)
         second = result_grid(results, run.start.goal) if results else ""
@@ -149,7 +149,7 @@ def result_grid(results: Mapping[str, float], goal: Goal) -> Grid:
     """Returns the table of a run's final results."""
     headings = result_headings(results, goal)
     cells = [f"{results[name]:.4g}" if name in results else "" for name in headings]
-    note = joined(_TIME_NOTE, VIEWS_NOTE if f"{ONE_VIEW}{goal.name}" in headings else "")
+    note = lines(_TIME_NOTE, VIEWS_NOTE if f"{ONE_VIEW}{goal.name}" in headings else "")
     return Grid(header=list(headings.values()), rows=[cells], title="result", note=note)
 
 

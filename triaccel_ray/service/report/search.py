@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any, Final
-
-import optuna
-from optuna.distributions import BaseDistribution, FloatDistribution
-from optuna.importance import FanovaImportanceEvaluator
 
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import repeat_command
 from triaccel_ray.service.report.drawing import BLUE, GRAY, METHOD_STYLES, NAVY, Series, metric_against_cost, save
 from triaccel_ray.service.report.provenance import about, all_settings, sharing_note, troubles
 from triaccel_ray.service.report.report import View, with_page
-from triaccel_ray.service.report.tables import FIGURE_COLUMNS, STAR, Grid, figure_cells, joined
-from triaccel_ray.service.runs.objective import Figures, grace_epochs
+from triaccel_ray.service.report.tables import FIGURE_COLUMNS, STAR, Grid, figure_cells, joined, lines
+from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.search import search
 from triaccel_ray.service.search.search import (
     SearchRecord,
     best_repeats,
     best_trial,
-    contenders,
+    candidates,
     ranked,
     tuned_thresholds_of,
 )
 from triaccel_ray.service.search.spec import dimensions
-from triaccel_ray.service.search.suggestions import quiet_optuna, trial_name
-from triaccel_ray.service.storage.layout import FIGURES
+from triaccel_ray.service.search.suggestions import trial_name
+from triaccel_ray.service.storage.layout import FIGURES, FOUND, TRIALS
+from triaccel_ray.service.units import counted
 
-MIN_TRIALS: Final = 20
-"""Trials needed for `importance`: fewer say nothing about how much four thresholds matter."""
 _WAYS_OUT: Final[Mapping[str, str]] = {
     "out_of_memory": "give more --memory-headroom or --memory-budget, or a smaller --batch-size",
     "non_finite": "give a smaller --lr",
@@ -47,9 +41,7 @@ def view_search(record: SearchRecord) -> View:
     """Returns the view of a search, its trials and recommendation; writes its figures and page."""
     folder, grid, spec, (sentence, command) = record.folder, search_grid(record), record.spec, recommendation(record)
     found = tuned_thresholds_of(record)
-    lines = [sentence, command]
-    if found is not None:
-        lines.append(f"thresholds of the best trial, and what it takes to find them again: {folder / search.FOUND}")
+    where = f"thresholds of the best trial, and what it takes to find them again: {folder / FOUND}"
     named = {f"baseline {name}": run for name, run in record.baselines.items()}
     named |= {run.name: run for run in chain(record.trials, *record.repeats.values())}
     rows = zip(grid.as_dicts(), grid.rows, strict=True)
@@ -61,20 +53,19 @@ def view_search(record: SearchRecord) -> View:
         pictures = [save(figure, folder / FIGURES / "pareto.png")]
     facts = {"space, objective": f"{spec.space}, {spec.objective}", "seed": f"{spec.base.seed}, sampler {spec.seed}"}
     runs = [*record.baselines.values(), *record.trials]
-    of_a_trial = repeat_command("report", folder / search.TRIALS / "NAME").replace("--from ", "")
+    of_a_trial = repeat_command("report", folder / TRIALS / "NAME").replace("--from ", "")
     return with_page(
         View(
             folder=folder,
             title=f"{folder.name}: {spec.base.task}",
             parts=[
                 grid,
-                "\n".join(filter(None, lines)),
+                lines(sentence, command, "" if found is None else where),
                 troubles(named, missing_runs(record), record.damaged),
                 *pictures,
             ],
             details=[
                 f"What the loop did in a trial is on a page of its own: {of_a_trial}",
-                importance(record),
                 about(spec.base, runs, facts, repeat_command("search", folder)),
                 all_settings(spec.base),
             ],
@@ -90,7 +81,7 @@ def search_grid(record: SearchRecord) -> Grid:
     """Returns a table of baselines and trials with thresholds and figures: finished trials best first, then others."""
     objective, spec = record.objective, record.spec
     done = sum(run.status in ("finished", "stopped") for run in record.trials)
-    names = tuple(scale.name for scale in dimensions(spec.optional))
+    names = tuple(each.name for each in dimensions(spec.optional))
     header = ("run", "status", *names, "at epoch", objective.goal.heading, *FIGURE_COLUMNS)
     labels = {name: name.upper() for name in record.baselines if name != "probe"}
     rows = [_row(f"{labels.get(name, name)} again", run, record) for name, run in best_repeats(record).items()]
@@ -102,10 +93,9 @@ def search_grid(record: SearchRecord) -> Grid:
     notes = ["figures are those of the epoch named beside them"]
     if objective.reference:
         amp = objective.goal.text(objective.reference[-1])
-        notes.append(
-            f"best: {objective.name}, among trials of {objective.limit_text} (AMP {amp}, margin "
-            f"{objective.margin_text}); * behind AMP at the same epoch by more than the margin"
-        )
+        margin = objective.margin_text
+        notes.append(f"best: {objective.name}, among trials of {objective.limit_text} (AMP {amp}, margin {margin})")
+        notes.append("*: behind AMP at the same epoch by more than the margin")
     if record.repeats:
         again = f"again: the best of {search.NUM_REPEATS} more runs"
         notes.append(f"{again}; of the best trial and the baselines the best run counts")
@@ -116,16 +106,15 @@ def search_grid(record: SearchRecord) -> Grid:
         header=header,
         rows=rows,
         title=f"{record.folder.name}: {spec.base.task}, {done} of {spec.num_trials} trials",
-        note=joined(*notes),
-        spare=("peak GB", "status", *names[::-1]),
+        note=lines(*notes),
+        droppable=("peak GB", "status", *names[::-1]),
     )
 
 
 def _row(label: str, run: RunRecord, record: SearchRecord) -> list[str]:
     is_trial = run.spec.method == "triaccel"
     num_epochs = run.epochs[-1].epoch if run.epochs else 0
-    scales = dimensions(record.spec.optional)
-    thresholds = [scale.text(scale.value(run.spec.control)) if is_trial else "" for scale in scales]
+    thresholds = [each.text(run.spec.control) if is_trial else "" for each in dimensions(record.spec.optional)]
     metric, *others = figure_cells(run.figures, record.objective.goal)
     if is_trial and run.figures is not None and record.objective.shortfall(num_epochs, run.figures.metric) > 0:
         metric += STAR
@@ -145,7 +134,7 @@ def recommendation(record: SearchRecord) -> tuple[str, str]:
 
     The command is empty if neither a trial nor a baseline can be recommended.
     """
-    best, objective, compared = best_trial(record), record.objective, contenders(record)
+    best, objective, compared = best_trial(record), record.objective, candidates(record)
     figures = {name: run.figures for name, run in compared.items() if run.figures is not None}
     values = {name: objective.value(compared[name].epochs[-1].epoch, each) for name, each in figures.items()}
     if not values:
@@ -165,7 +154,7 @@ def recommendation(record: SearchRecord) -> tuple[str, str]:
 def _figure_text(objective: str, figures: Figures, goal: Goal) -> str:
     """Returns the figure that the search optimized, as text."""
     match objective:
-        case "metric" | "accuracy":
+        case "metric":
             return f"{goal.words} {goal.text(figures.metric)}"
         case "time":
             return f"{figures.seconds:.4g} s an epoch"
@@ -188,47 +177,14 @@ def _why_none(record: SearchRecord) -> str:
     reasons = f" {failed} failed; the page lists the reasons." if failed else ""
     limit, margin = record.objective.goal.text(record.objective.limit), record.objective.margin_text
     return (
-        f"None of the {ends['finished']} finished trials reaches {limit} (AMP with a margin of {margin}): allow more "
-        f"trials, more epochs or a larger --margin.{reasons}"
-    )
-
-
-def importance(record: SearchRecord) -> str:
-    """Returns how much each threshold explains of the differences between trials; empty with fewer than MIN_TRIALS.
-
-    Trials are compared after the epochs that each of them trains, pruned ones included. The target is a trial's rank by
-    the objective: the values jump from percentage points to scores when trials become feasible.
-
-    Source: Hutter, Hoos and Leyton-Brown, An Efficient Approach for Assessing Hyperparameter Importance, ICML 2014.
-    """
-    epoch, judged = grace_epochs(record.spec.base.recipe.epochs), list[tuple[float, dict[str, float]]]()
-    for run in record.trials:
-        at = {scale.name: scale.position(run.spec.control) for scale in dimensions(record.spec.optional)}
-        figures = run.figures_after(epoch) if run.epochs and run.epochs[-1].epoch >= epoch else None
-        if figures is not None and all(map(math.isfinite, at.values())):
-            judged.append((record.objective.value(epoch, figures), at))
-    values = sorted({value for value, _ in judged})
-    if len(judged) < MIN_TRIALS or len(values) < 2:
-        return ""
-    columns = {name: [at[name] for _, at in judged] for name in judged[0][1]}
-    ranges: dict[str, BaseDistribution] = {
-        name: FloatDistribution(min(column), max(column)) for name, column in columns.items()
-    }
-    with quiet_optuna():
-        study = optuna.create_study()
-        for value, at in judged:
-            study.add_trial(optuna.create_trial(params=at, distributions=ranges, value=float(values.index(value))))
-        shares = optuna.importance.get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
-    return (
-        f"Importance of each threshold: {', '.join(f'{name} {share:.0%}' for name, share in shares.items())} "
-        f"(functional analysis of variance of the ranks of {len(judged)} trials after epoch {epoch}). tau_low and "
-        "tau_high move together, and so do rho_low and rho_high: of such a pair read the sum."
+        f"{counted(ends['finished'], 'trial')} finished, and none reaches {limit} (AMP with a margin of {margin}): "
+        f"allow more trials, more epochs or a larger --margin.{reasons}"
     )
 
 
 def outcomes(record: SearchRecord) -> list[Series]:
     """Returns the series to plot: trials by outcome (pruned ones as of then), Pareto front, best trial, baselines."""
-    best, compared = best_trial(record), contenders(record)
+    best, compared = best_trial(record), candidates(record)
     points: dict[str, list[Figures]] = {"pruned": [], "poor": [], "good": []}
     for run in (compared.get(trial.name, trial) for trial in record.trials):
         if run.figures is not None and run.status in ("finished", "stopped"):

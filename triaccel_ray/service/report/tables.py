@@ -1,4 +1,4 @@
-"""Tables of results with cells of plain text, shared by terminal, Markdown and HTML."""
+"""Tables of results with cells of plain text, shared by terminal and HTML page."""
 
 from __future__ import annotations
 
@@ -38,14 +38,8 @@ class Grid:
     rows: Sequence[Sequence[str]]
     title: str = ""
     note: str = ""
-    spare: Sequence[str] = ()
+    droppable: Sequence[str] = ()
     """Columns that a narrow terminal drops, the first one first."""
-
-    def markdown(self) -> str:
-        """Returns the table in Markdown."""
-        lines = [f"| {' | '.join(row)} |" for row in (self.header, *self.rows)]
-        lines.insert(1, "|" + "---|" * len(self.header))
-        return "\n".join([*lines, "", self.note, ""] if self.note else [*lines, ""])
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Returns the rows as dictionaries by heading, with numbers parsed and empty cells as None.
@@ -70,9 +64,14 @@ def _value(cell: str) -> str | int | float | None:
     return int(text) if text.lstrip("+-").isdecimal() else float(text)
 
 
-def joined(*notes: str) -> str:
-    """Returns the notes joined by semicolons, without empty ones."""
-    return "; ".join(filter(None, notes))
+def joined(*texts: str) -> str:
+    """Returns the texts joined by semicolons, without empty ones."""
+    return "; ".join(filter(None, texts))
+
+
+def lines(*texts: str) -> str:
+    """Returns the texts on a line each, without empty ones."""
+    return "\n".join(filter(None, texts))
 
 
 def metric_headings(names: Iterable[str], goal: Goal) -> dict[str, str]:

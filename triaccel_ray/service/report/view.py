@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from triaccel_ray.service.compare.comparison import COMPARISON, read_comparison
+from triaccel_ray.service.compare.comparison import read_comparison
 from triaccel_ray.service.report.comparison import view_comparison
 from triaccel_ray.service.report.report import View
 from triaccel_ray.service.report.run import view_run
 from triaccel_ray.service.report.search import view_search
 from triaccel_ray.service.runs.record import read_run
-from triaccel_ray.service.search.search import SEARCH, read_search
+from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.storage.copies import PAGE_FILES
+from triaccel_ray.service.storage.layout import COMPARISON, SEARCH
 from triaccel_ray.service.storage.mirror import upload
 from triaccel_ray.service.storage.storage_path import StoragePath
 

@@ -95,40 +95,23 @@ def _new_loop(
     loss: Loss,
     samples: DataSource,
     *,
-    seed: int = 0,
     on_tick: Callable[[Tick], None] | None = None,
-    memory_budget: int | None = None,
-    memory_headroom: int | None = None,
+    **options: Any,
 ) -> ControlLoop | BaselineLoop:
-    """Returns the loop of the run's method."""
+    """Returns the loop of the run's method; `options` are those that both kinds of loop have: seed and memory."""
+    parts, schedule = (model, optimizer, loss, samples), spec.recipe.lr_factor
     if not spec.is_baseline:
-        return ControlLoop(
-            model,
-            optimizer,
-            loss,
-            samples,
-            config=control,
-            schedule=spec.recipe.lr_factor,
-            memory_budget=memory_budget,
-            memory_headroom=memory_headroom,
-            epochs=spec.recipe.epochs,
-            seed=seed,
-            on_tick=on_tick,
-        )
+        epochs = spec.recipe.epochs
+        return ControlLoop(*parts, config=control, schedule=schedule, epochs=epochs, on_tick=on_tick, **options)
     return BaselineLoop(
-        model,
-        optimizer,
-        loss,
-        samples,
+        *parts,
         method=cast(Baseline, spec.method),
         batch_size=control.batch.start,
         amp=spec.recipe.amp,
-        schedule=spec.recipe.lr_factor,
+        schedule=schedule,
         accumulate=control.batch.accumulate,
         clip_norm=control.clip_norm,
-        memory_budget=memory_budget,
-        memory_headroom=memory_headroom,
-        seed=seed,
+        **options,
     )
 
 

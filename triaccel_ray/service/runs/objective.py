@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Self
 
-from triaccel_ray.config import check_fields, knob, require
+from triaccel_ray.config import check_fields, knob
 from triaccel_ray.measure.score import quality
 from triaccel_ray.records.events import Epoch
 from triaccel_ray.records.goal import Goal
@@ -25,12 +25,11 @@ class Figures:
     score: float
 
 
-ObjectiveName = Literal["score", "metric", "accuracy", "time", "memory", "pareto"]
+ObjectiveName = Literal["score", "metric", "time", "memory", "pareto"]
 
 _VALUES: Final[Mapping[ObjectiveName, Callable[[Figures, Goal], float]]] = {
     "score": lambda figures, goal: figures.score,
     "metric": lambda figures, goal: quality(figures.metric, goal),
-    "accuracy": lambda figures, goal: quality(figures.metric, goal),  # an alias for tasks whose metric is accuracy
     "time": lambda figures, goal: 1.0 / figures.seconds,
     "memory": lambda figures, goal: 1.0 / figures.peak_gb,
     "pareto": lambda figures, goal: figures.score,
@@ -67,8 +66,6 @@ class Objective:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        rule = f"the task is judged by {self.goal.words}; write metric"
-        require(self.name != "accuracy" or self.goal.name == "accuracy", "objective", self.name, rule)
 
     @classmethod
     def against(cls, amp: Sequence[Epoch], goal: Goal, *, name: ObjectiveName = "score", margin: float = 1.0) -> Self:
@@ -101,7 +98,8 @@ class Objective:
     @property
     def margin_text(self) -> str:
         """The margin as text with its unit."""
-        return f"{self.margin:g} {'points' if self.goal.unit == '%' else 'percent'}"
+        point = "point" if self.margin == 1.0 else "points"
+        return f"{self.margin:g} {point if self.goal.unit == '%' else 'percent'}"
 
     def shortfall(self, epoch: int, metric: float) -> float:
         """Returns by how many points the metric misses the baseline at that epoch less the margin; 0 if feasible."""

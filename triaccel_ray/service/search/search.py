@@ -14,10 +14,10 @@ from typing import Any, TypeGuard
 
 import optuna
 from ray import tune
-from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 
 from triaccel_ray.records.events import Claim, LogError, read_events
-from triaccel_ray.search_spaces.thresholds import ANCHOR, Calibration, calibration, search_space, thresholds
+from triaccel_ray.search_spaces.thresholds import Calibration, calibration, thresholds
 from triaccel_ray.search_spaces.tuned import Result, TunedThresholds
 from triaccel_ray.service.cli.options import repeat_command
 from triaccel_ray.service.runs.objective import Objective, grace_epochs
@@ -28,19 +28,22 @@ from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trial import RunContext, reopen
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.search.suggestions import JournaledSearch, quiet_optuna
-from triaccel_ray.service.storage.layout import BASELINES, EVENTS, read_value, write_value
-from triaccel_ray.service.storage.mirror import pull_run, upload
+from triaccel_ray.service.storage.layout import (
+    BASELINES,
+    EVENTS,
+    PREPARED,
+    REPEATS,
+    SEARCH,
+    TRIALS,
+    read_value,
+    write_value,
+)
+from triaccel_ray.service.storage.mirror import pull_run
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.training_folder import editing_log
 
 _WAY_OUT = "restore it, or begin a new search"
-SEARCH = "search.json"
-PREPARED = "prepared.json"
-TRIALS = "trials"
 _REPEAT_SUFFIX = "-again-"
-JOURNAL = "trials.jsonl"
-REPEATS = "repeats"
-FOUND = "found.json"
 PROBE_EPOCHS = 10
 """The probe trains for half of the run's epochs, but at most for this many: variances fall over time."""
 REPEATED_BELOW_S = 60.0
@@ -150,27 +153,12 @@ def tune_trials(
         for trial in trials.folder.glob("*"):
             with editing_log(trials / trial.name) as log:
                 reopen(log)
-    space = search_space(spec.space, spec.optional)
-    scheduler: TrialScheduler = pruner(base.recipe.epochs)
-    maximized = {"objective": True}
-    if spec.objective == "pareto":
-        scheduler = FIFOScheduler()
-        maximized = {"quality": True, "seconds_per_epoch": False, "peak_gb": False}
     with warnings.catch_warnings(), quiet_optuna():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        suggestions = JournaledSearch(
-            space,
-            place.folder / JOURNAL,
-            maximized=maximized,
-            first={name: ANCHOR[name] for name in space},
-            num_startup=max(spec.num_trials // 4, 4),
-            seed=spec.seed,
-            claim=claim,
-            on_journaled=partial(upload, place, [JOURNAL]),
-        )
+        suggestions = JournaledSearch(spec, place, claim)
         config = tune.TuneConfig(
             search_alg=suggestions,
-            scheduler=scheduler,
+            scheduler=FIFOScheduler() if spec.objective == "pareto" else pruner(base.recipe.epochs),
             num_samples=spec.num_trials,
             reuse_actors=True,
             max_concurrent_trials=num_groups(base, num_gpus),
@@ -226,7 +214,7 @@ def best_trial(record: SearchRecord) -> RunRecord | None:
     return next((run for value, run in ranked(record) if value > 0 and run.status == "finished"), None)
 
 
-def contenders(record: SearchRecord) -> dict[str, RunRecord]:
+def candidates(record: SearchRecord) -> dict[str, RunRecord]:
     """Returns the best trial, if any, and then the baselines that finished, by name.
 
     Of a run and its repeats, the best one counts: other load on the machine lengthens steps, and never shortens them.
@@ -255,7 +243,7 @@ def to_be_repeated(record: SearchRecord) -> dict[str, RunSpec]:
 
     The baselines are timed before all trials, so other load on the machine can decide between short runs.
     """
-    runs = contenders(record) if best_trial(record) else {}
+    runs = candidates(record) if best_trial(record) else {}
     if any(sum(epoch.seconds for epoch in run.epochs) > REPEATED_BELOW_S for run in runs.values()):
         return {}
     done = {run.name for repeats in record.repeats.values() for run in repeats if is_finished(run)}
@@ -267,7 +255,7 @@ def to_be_repeated(record: SearchRecord) -> dict[str, RunSpec]:
 
 def tuned_thresholds_of(record: SearchRecord) -> TunedThresholds | None:
     """Returns the best thresholds of a search; None while no finished trial is within the margin."""
-    best, compared = best_trial(record), contenders(record)
+    best, compared = best_trial(record), candidates(record)
     if best is None or "amp" not in compared or record.prepared is None:
         return None
     control, searched, info = best.spec.control, record.spec.optional, best.start.info

@@ -6,9 +6,9 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import optuna
 from optuna.samplers import TPESampler
@@ -18,8 +18,16 @@ from ray.tune.search import Searcher
 from ray.tune.search.optuna import OptunaSearch
 
 from triaccel_ray.records.events import Claim, LogError, TakenOverError
+from triaccel_ray.search_spaces.thresholds import ANCHOR, search_space
 from triaccel_ray.service.failures import DiskFullError, reporting_full_disk
 from triaccel_ray.service.runs.trial import ENDED, FINISHED, NAME
+from triaccel_ray.service.search.spec import SearchSpec
+from triaccel_ray.service.storage.layout import JOURNAL
+from triaccel_ray.service.storage.mirror import upload
+from triaccel_ray.service.storage.storage_path import StoragePath
+
+_PARETO: Final = {"quality": True, "seconds_per_epoch": False, "peak_gb": False}
+"""Metrics of the objective `pareto` -> True to maximize one, False to minimize it."""
 
 
 class JournaledSearch(Searcher):
@@ -29,44 +37,28 @@ class JournaledSearch(Searcher):
     the process has drawn before.
     """
 
-    def __init__(
-        self,
-        space: Mapping[str, Any],
-        journal: Path,
-        *,
-        maximized: Mapping[str, bool],
-        first: Mapping[str, Any],
-        num_startup: int,
-        seed: int,
-        claim: Claim | None = None,
-        on_journaled: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Reads the journal, if there is one, and cuts off an incomplete last line.
+    def __init__(self, spec: SearchSpec, place: StoragePath, claim: Claim | None = None) -> None:
+        """Reads the journal of the search at `place`, if there is one, and cuts off an incomplete last line.
 
-        Args:
-            space: dimensions as for Ray Tune.
-            journal: path of the journal.
-            maximized: metric -> True to maximize it, False to minimize it.
-            first: the sample to begin with.
-            num_startup: trials before samples depend on results.
-            seed: base of the seeds of all samplers.
-            claim: claim on the search's log; nothing is suggested or journaled once another process has taken it over.
-            on_journaled: called after each new sample is journaled.
+        With a `claim` on the search's log, nothing is suggested or journaled once another process has taken it over.
 
         Raises:
             LogError: the journal is damaged.
         """
         super().__init__()
-        self._metrics, self._journal, self._num_startup, self._seed = list(maximized), journal, num_startup, seed
-        self._claim, self._on_journaled = claim, on_journaled
+        self._spec, self._place, self._claim = spec, place, claim
+        self._journal = place.folder / JOURNAL
+        maximized = _PARETO if spec.objective == "pareto" else {"objective": True}
+        self._metrics = list(maximized)
+        space = search_space(spec.space, spec.optional)
         self._space = OptunaSearch.convert_search_space(dict(space))
-        samples, self._ended = _read(journal)
+        samples, self._ended = _read(self._journal)
         self._num_known = len(samples)
-        if journal.exists():
-            os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
+        if self._journal.exists():
+            os.truncate(self._journal, self._journal.read_bytes().rfind(b"\n") + 1)
         directions = [StudyDirection.MAXIMIZE if each else StudyDirection.MINIMIZE for each in maximized.values()]
         self._study = optuna.create_study(directions=directions)
-        for sample in samples or [first]:
+        for sample in samples or [{name: ANCHOR[name] for name in space}]:
             self._study.enqueue_trial(dict(sample))
         self._trials: dict[str, tuple[str, optuna.trial.Trial]] = {}
         self.failure: DiskFullError | TakenOverError | None = None
@@ -84,14 +76,15 @@ class JournaledSearch(Searcher):
             raise self.failure
         number = len(self._trials)
         name = trial_name(number)
-        seed = (self._seed * 10_007 + number) % 2**32
+        seed = (self._spec.seed * 10_007 + number) % 2**32
+        num_startup = max(self._spec.num_trials // 4, 4)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            self._study.sampler = TPESampler(n_startup_trials=self._num_startup, multivariate=True, seed=seed)
+            self._study.sampler = TPESampler(n_startup_trials=num_startup, multivariate=True, seed=seed)
         trial = self._study.ask(fixed_distributions=self._space)
         if number >= self._num_known:
             self._append({NAME: name, "sample": trial.params})
-            self._on_journaled()
+            upload(self._place, [JOURNAL])
         self._trials[trial_id] = name, trial
         return {**trial.params, NAME: name, ENDED: name in self._ended}
 

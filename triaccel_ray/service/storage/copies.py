@@ -21,7 +21,24 @@ from pathlib import Path
 from typing import BinaryIO
 
 from triaccel_ray.service.failures import StoreError, reporting_full_disk
-from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, MODEL, REPLACED, SETTINGS, SPEC
+from triaccel_ray.service.storage.layout import (
+    CHECKPOINT,
+    COMPARISON,
+    DAMAGED,
+    ERROR,
+    EVENTS,
+    FIXED_SETTING,
+    FOUND,
+    JOURNAL,
+    MODEL,
+    PREPARED,
+    REPLACED,
+    REPORT,
+    SEARCH,
+    SETTINGS,
+    SHIPPED,
+    SPEC,
+)
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp, Store
 
@@ -29,12 +46,10 @@ LOG_FILES = (SPEC, ERROR, DAMAGED, REPLACED, EVENTS)
 """Files to view a run, though not to resume it; the log is last because it says what the others hold."""
 RUN_FILES = (MODEL, *LOG_FILES, CHECKPOINT)
 """Files that a run uploads, in this order. Everything else stays on its machine."""
-PAGE_FILES = (SETTINGS, "found.json", "comparison.md", "report.html")
+PAGE_FILES = (SETTINGS, FOUND, REPORT)
 WRITER = ".writer"
 """File in the store that names the training folder in which a run continues."""
-SETS = ("search.json", "comparison.json")
-"""Specs of searches and comparisons, which are sets of runs."""
-COMMAND_FILES = (*SETS, "prepared.json", "fixed.json", "trials.jsonl", "mlflow.json", *PAGE_FILES)
+COMMAND_FILES = (SEARCH, COMPARISON, PREPARED, FIXED_SETTING, JOURNAL, SHIPPED, *PAGE_FILES)
 """Files that a command writes: request, results, suggestions, MLflow state, reports. With a spec also its log."""
 
 

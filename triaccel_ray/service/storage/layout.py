@@ -1,11 +1,11 @@
-"""Names of the files in a run's folder, and atomic writes of them."""
+"""Names of the files in the folders of runs, searches and comparisons, and atomic writes of them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,12 +27,38 @@ REPLACED = "events.replaced.jsonl"
 SPEC = "spec.json"
 ERROR = "error.txt"
 """The traceback of the error that ended a run."""
+SEARCH = "search.json"
+"""Spec of a search, beside its runs."""
+COMPARISON = "comparison.json"
+"""Spec of a comparison, beside its runs."""
+PREPARED = "prepared.json"
+"""What a search's baselines and probe say."""
+JOURNAL = "trials.jsonl"
+"""Samples of a search, each written before its trial begins."""
+FOUND = "found.json"
+"""Best thresholds of a search."""
+FIXED_SETTING = "fixed.json"
+"""Fixed setting that a comparison chose."""
 BASELINES = "baselines"
 """Folder of the baseline runs by which a search judges its trials."""
+TRIALS = "trials"
+"""Folder of the trials of a search, or of a comparison's fixed settings."""
+REPEATS = "repeats"
+"""Folder of the repeats of a search's best trial and baselines."""
+SHIPPED = "mlflow.json"
+"""How much of the event log beside it has arrived in MLflow."""
 SETTINGS = "config.toml"
 """The options of a finished run, for --config."""
+REPORT = "report.html"
 FIGURES = "figures"
 """Folder of pictures."""
+
+
+def is_set_of_runs(files: Container[str] | Path) -> bool:
+    """Returns whether a folder, or one with these files, is that of a search or comparison."""
+    if isinstance(files, Path):
+        return any((files / name).exists() for name in (SEARCH, COMPARISON))
+    return SEARCH in files or COMPARISON in files
 
 
 def require_new(folder: Path) -> None:

@@ -12,8 +12,8 @@ from filelock import FileLock, Timeout
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import DiskFullError, StoreError, cause_of
 from triaccel_ray.service.storage.background import PATIENCE_S, Background, retry
-from triaccel_ray.service.storage.copies import COMMAND_FILES, LOG_FILES, SETS, naming_local_copy, pull, push, store_of
-from triaccel_ray.service.storage.layout import EVENTS, name_in_use, require_new
+from triaccel_ray.service.storage.copies import COMMAND_FILES, LOG_FILES, naming_local_copy, pull, push, store_of
+from triaccel_ray.service.storage.layout import EVENTS, is_set_of_runs, name_in_use, require_new
 from triaccel_ray.service.storage.storage_path import StoragePath, is_plain_name
 from triaccel_ray.service.storage.store import Stamp
 from triaccel_ray.service.storage.training_folder import TrainingFolder
@@ -121,7 +121,7 @@ def require_unused(place: StoragePath) -> None:
 
 def _pull_logs(place: StoragePath) -> None:
     for folder, remote in _remote_folders(place):
-        if not any(file in remote for file in SETS):  # its command writes its log
+        if not is_set_of_runs(remote):  # its command writes its log
             pull(folder, folder.folder, LOG_FILES, remote)
 
 
@@ -129,8 +129,7 @@ def _push_commands(place: StoragePath) -> None:
     remote = dict(_remote_folders(place))
     for path in (place.folder, *place.folder.rglob("*/")):
         folder = _below(place, path.relative_to(place.folder))
-        has_many_runs = any((path / file).exists() for file in SETS)
-        files = (*COMMAND_FILES, EVENTS) if has_many_runs else COMMAND_FILES
+        files = (*COMMAND_FILES, EVENTS) if is_set_of_runs(path) else COMMAND_FILES
         push(folder, path, files, remote.get(folder, {}))
 
 

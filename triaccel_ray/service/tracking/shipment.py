@@ -16,14 +16,24 @@ from filelock import FileLock
 from triaccel_ray.records.events import End, Event, Interruption, LogError, Start, parse_event, read_events
 from triaccel_ray.service.report.run import view_run
 from triaccel_ray.service.runs.record import read_run
-from triaccel_ray.service.storage.layout import ERROR, EVENTS, FIGURES, SPEC, write_value
+from triaccel_ray.service.storage.layout import (
+    COMPARISON,
+    ERROR,
+    EVENTS,
+    FIGURES,
+    FIXED_SETTING,
+    FOUND,
+    REPORT,
+    SHIPPED,
+    SPEC,
+    write_value,
+)
 from triaccel_ray.service.tracking.log_tail import LogTail
 from triaccel_ray.service.tracking.metrics import RESULT, metrics_of, params_of, step_of, tags_of
-from triaccel_ray.service.tracking.shipped import SHIPPED, Shipped, read_shipped
+from triaccel_ray.service.tracking.shipped import Shipped, read_shipped
 from triaccel_ray.service.tracking.tracking import Tracker
 
-_INPUTS_AND_RESULTS = (EVENTS, SPEC, "found.json", "comparison.json", "fixed.json")
-ARTIFACTS = (*_INPUTS_AND_RESULTS, "comparison.md", "report.html", ERROR, FIGURES)
+ARTIFACTS = (EVENTS, SPEC, FOUND, COMPARISON, FIXED_SETTING, REPORT, ERROR, FIGURES)
 """Files and folders of a run that are uploaded as artifacts when it ends."""
 
 LONGEST_PARAM = 6000

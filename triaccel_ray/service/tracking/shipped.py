@@ -8,8 +8,7 @@ from pathlib import Path
 
 from triaccel_ray.records.codec import decode
 from triaccel_ray.records.events import LogError
-
-SHIPPED = "mlflow.json"
+from triaccel_ray.service.storage.layout import SHIPPED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from triaccel_ray.config import require
 from triaccel_ray.decide.batch import ladder
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.service.compare.comparison import FIXED_SETTING, REFERENCE, TRIALS, FixedSetting
+from triaccel_ray.service.compare.comparison import REFERENCE, FixedSetting
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.failures import RESULTS, cause_of
 from triaccel_ray.service.runs.objective import Objective
@@ -23,12 +23,14 @@ from triaccel_ray.service.runs.record import RunRecord, read_if_begun, read_run
 from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.storage.layout import write_value
+from triaccel_ray.service.storage.layout import FIXED_SETTING, TRIALS, write_value
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 
 
-def choose(spec: ComparisonSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None = None) -> None:
+def choose_fixed_setting(
+    spec: ComparisonSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None = None
+) -> None:
     """Chooses the fixed setting and writes it to `FIXED_SETTING`; trials that have ended are not run again.
 
     Training and validation samples come from `shared`, if given.

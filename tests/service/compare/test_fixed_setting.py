@@ -9,8 +9,8 @@ import pytest
 from tests.service.records import FINAL_SPEC, ended, named, run_of
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.service.compare.choosing import best_setting, fixed_trials, sampled_settings
 from triaccel_ray.service.compare.comparison import FixedSetting
+from triaccel_ray.service.compare.fixed_setting import best_setting, fixed_trials, sampled_settings
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.trainables.task import Purpose
