@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from tests.build import BATCH, CPU, QUIET, blobs, cross_entropy, mlp, same, values
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.control.epochs import SampleSchedule
 from triaccel_ray.data.sampler import Sampler
-from triaccel_ray.data.sources import TensorSource, as_source
+from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.records.checkpoint import load_checkpoint, save_checkpoint
 
@@ -173,20 +171,3 @@ def test_a_scheduler_with_too_few_steps_says_how_many_an_epoch_has() -> None:
     with pytest.raises(ValueError, match="Tried to step 12 times") as raised:
         loop.train_epoch()
     assert raised.value.__notes__ == [f"an epoch has ceil(number of samples / {START}) steps of the schedule"]
-
-
-def test_a_warning_of_the_users_schedule_is_shown_once() -> None:
-    def factor(num_steps: int) -> float:
-        if num_steps > 1:
-            warnings.warn("this schedule is old", UserWarning, stacklevel=1)
-        return 1.0
-
-    optimizer, sampler = sgd(mlp()), Sampler(as_source(blobs(NUM)), seed=0, device=CPU)
-    schedule = SampleSchedule(lr_scheduler.LambdaLR(optimizer, factor), optimizer, batch_size=START)
-    optimizer.step()
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("default")
-        for _ in range(5):
-            sampler.take(START)
-            schedule.advance(sampler)
-    assert len(shown) == 1

@@ -16,6 +16,7 @@ from tests.apply.test_split_weights import FIXED, IN_BF16
 from tests.build import (
     BF16,
     CPU,
+    ONE,
     RerunPool,
     cache_of,
     cross_entropy,
@@ -37,7 +38,6 @@ from triaccel_ray.records.plan import FaultKind, Storage
 from triaccel_ray.trainables.models import efficientnet_b0, resnet18
 
 ALL = ("blocks.0", "blocks.1", "blocks.2")
-SCALE = torch.ones(())
 KEPT = ExecutionConfig(activations="keep")
 CHECKPOINTED = ExecutionConfig(activations="recompute")
 OFFLOADED = ExecutionConfig(activations="offload")
@@ -125,7 +125,7 @@ def test_lists_autocast_and_numbers_of_the_host_are_the_same_the_second_time() -
         step.precision.set(dict.fromkeys(step.precision._regions, BF16))
         torch.manual_seed(1)
         random.seed(1)
-        step.run(torch.arange(12), SCALE, step=0)
+        step.run(torch.arange(12), ONE, step=0)
         found.append(gradients(model))
     assert same(found[0], found[1])
 
@@ -174,7 +174,7 @@ def test_an_input_that_changes_before_the_backward_pass_is_an_error_and_not_a_wr
             return self.head(out.mean((2, 3)))
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        recomputing(Overwriting()).run(torch.arange(12), SCALE, step=0)
+        recomputing(Overwriting()).run(torch.arange(12), ONE, step=0)
 
 
 def test_blocks_that_compute_something_else_when_called_again_are_kept() -> None:
@@ -196,7 +196,7 @@ def test_blocks_that_compute_something_else_when_called_again_are_kept() -> None
     kept, step = step_of(model(), images()), recomputing(model())
     assert len(step.activations.storage) == 2
     for each in (kept, step):
-        outcome = each.run(torch.arange(12), SCALE, step=0)
+        outcome = each.run(torch.arange(12), ONE, step=0)
     (fault,) = outcome.faults
     assert (fault.kind, "1, 2 are kept" in fault.detail) == (FaultKind.ACTIVATIONS_KEPT, True)
     assert not step.activations.storage
@@ -217,7 +217,7 @@ def test_a_failure_of_the_users_own_checkpoint_comes_through() -> None:
     step = recomputing(Own())
     num_regions = len(step.activations.storage)
     with pytest.raises(CheckpointError):
-        step.run(torch.arange(12), SCALE, step=0)
+        step.run(torch.arange(12), ONE, step=0)
     assert len(step.activations.storage) == num_regions > 0
 
 
@@ -239,7 +239,7 @@ def test_compiled_blocks_stay_compiled_and_share_their_code(storage: Storage) ->
     found = []
     for step.activations in (None, Activations(find_regions(model), CPU, fixed=storage)):
         runs.clear()
-        step.run(torch.arange(12), SCALE, step=0)
+        step.run(torch.arange(12), ONE, step=0)
         found.append((len(compiled), len(runs), gradients(model)))
     (code, once, kept), (same_code, in_all, again) = found
     assert 0 < code == same_code
@@ -269,30 +269,18 @@ def test_a_fused_model_is_divided_at_its_regions_and_computes_the_same(make: Any
         torch.manual_seed(0)
         model = make()
         step = fused_step(model, recomputes=recomputes)
-        outcome = step.run(torch.arange(8), SCALE, step=0)
+        outcome = step.run(torch.arange(8), ONE, step=0)
         found.append((outcome.loss_sum, gradients(model), values(model)))
     assert same(found[0], found[1])
     assert list(step.activations.storage) == [name for name in find_regions(model) if name not in overwriting]
     assert [fault.kind for fault in outcome.faults] == [FaultKind.ACTIVATIONS_KEPT] * len(overwriting)
 
 
-def test_layers_next_to_a_region_that_is_computed_again_keep_their_inputs_for_as_long() -> None:
-    step = fused_step(resnet18(10, "cifar"), recomputes=True)
-    activations, divided = step.activations, step.activations.divided
-    activations.storage = {"layer1.0": Storage.RECOMPUTE}
-    touching = {layer for layer, regions in divided.spared.items() if "layer1.0" in regions}
-    assert touching
-    assert touching != set(divided.spared)
-    with activations.in_force(divided.module, step._recomputing):
-        assert {layer for layer in divided.spared if layer.keeps_input} == touching
-    assert not any(layer.keeps_input for layer in divided.spared)
-
-
 def test_captured_steps_keep_what_regions_compute_that_draw_random_numbers() -> None:
     step = recomputing(Network(0.0, 0.0, 0.0))
     step.activations._drawing.add("blocks.1")  # as if on a GPU: numbers drawn on the host prevent capturing
     cache = cache_of(step, pool=RerunPool())
-    (fault,), *others = (cache.run(torch.arange(4), SCALE, step=index) for index in range(3))
+    (fault,), *others = (cache.run(torch.arange(4), ONE, step=index) for index in range(3))
     assert (fault.kind, fault.step) == (FaultKind.ACTIVATIONS_KEPT, 0)
     assert "activations of blocks.1 are kept" in fault.detail
     assert others == [(), ()]

@@ -127,17 +127,6 @@ def test_recomputation_does_not_count_as_backward_time(monkeypatch: pytest.Monke
     assert [each.backward_ms for each in signals(step)] == [0.0, 250.0, 250.0]
 
 
-def test_what_cannot_be_done_is_no_option() -> None:
-    step = recorded(perceptron())
-    for index in range(2):
-        step.run(ALL, ONE, step=index)
-    step.activations._drawing.add("3")
-    assert step.activations.exclude_random(0) == ()  # nothing changes
-    assert [each.input_bytes == each.saved_bytes for each in signals(step)] == [True, True, True]
-    step.activations._barred.add(("2", Storage.OFFLOAD))
-    assert signals(step)[1].offloadable_bytes == 0
-
-
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(24), nn.LayerNorm(24)])
 def test_a_profile_is_there_once_costs_are_known(norm: nn.Module) -> None:
     model = nn.Sequential(*perceptron()[:4], norm, nn.Linear(24, 4))

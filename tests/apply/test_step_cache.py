@@ -49,15 +49,6 @@ def test_the_graph_that_was_used_longest_ago_makes_room_for_one_too_many() -> No
     assert cache.take_cost()[1] == ("batch 2, 3 x float32",)
 
 
-def test_an_eager_step_drops_the_graphs_of_others_too() -> None:
-    cache, pool, _ = cache_with()
-    others = [pool.capture(lambda: None)]
-    pool.on_release(others.clear)
-    cache.run(ALL, ONE, step=0)
-    assert cache.num_captured == 0
-    assert others == []
-
-
 def test_a_capture_without_memory_is_told_paid_for_and_not_repeated_until_there_is_some() -> None:
     cache, pool, update = cache_with(NO_ROOM)
     cache.step.set_num_micro_batches(3)

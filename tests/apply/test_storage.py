@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.apply.test_activations import ALL, SCALE, Network, fused_step, images, recomputing
+from tests.apply.test_activations import ALL, Network, fused_step, images, recomputing
 from tests.apply.test_split_weights import FIXED
-from tests.build import BF16, CPU, FP16, FP32, RerunPool, cache_of, gradients, loop_of, same, step_of, values
+from tests.build import BF16, CPU, FP16, FP32, ONE, RerunPool, cache_of, gradients, loop_of, same, step_of, values
 from triaccel_ray.apply import offload
 from triaccel_ray.apply.activations import Activations
 from triaccel_ray.apply.actuators import Actuators
@@ -73,7 +73,7 @@ def test_storage_changes_between_steps_and_gradients_do_not(
             step.precision.set({name: levels[index % len(levels)] for index, name in enumerate(names)})
             step.set_num_micro_batches(num_parts)
             torch.manual_seed(index)
-            outcome = step.run(torch.arange(12), SCALE, step=index)
+            outcome = step.run(torch.arange(12), ONE, step=index)
             found.append((outcome.loss_sum, gradients(step.model), values(step.model), torch.get_rng_state()))
         assert same(found[0], found[1])
 
@@ -85,14 +85,14 @@ def test_a_fused_model_is_divided_once_a_region_is_not_kept(monkeypatch: pytest.
         torch.manual_seed(0)
         model = resnet18(10, "cifar")
         step = fused_step(model, recomputes=changes, fixed=None)
-        step.run(torch.arange(8), SCALE, step=0)
+        step.run(torch.arange(8), ONE, step=0)
         assert step.activations is None or step.activations.divided is None
         if changes:
             names = list(step.activations.regions)
             step.set_storage({names[1]: Storage.OFFLOAD, names[2]: Storage.OFFLOAD, names[4]: Storage.RECOMPUTE})
             assert step._forward_of(None, is_divided=True) is step.activations.divided.module
             assert step._forward_of(None, is_divided=False) is step.fusion.module
-        step.run(torch.arange(8), SCALE, step=1)
+        step.run(torch.arange(8), ONE, step=1)
         found.append((gradients(model), values(model)))
     assert same(found[0], found[1])
 
@@ -133,12 +133,12 @@ def test_a_step_without_memory_recomputes_all_before_it_is_split(suffices: bool)
     step = elastic(model)
     step.set_storage({"blocks.0": Storage.OFFLOAD})
     model.frugal = lambda: suffices and step.activations.stores_least
-    (fault,) = step.run(torch.arange(12), SCALE, step=3).faults
+    (fault,) = step.run(torch.arange(12), ONE, step=3).faults
     assert (fault.kind, fault.stores_least) == (FaultKind.OUT_OF_MEMORY, True)
     assert (fault.batch_size, fault.micro_batch_size) == (12, 12 if suffices else 6)
     assert model.sizes == ([12, 12] if suffices else [12, 12, 6, 6])
     assert step.storage == dict.fromkeys(ALL, Storage.RECOMPUTE)
-    assert step.run(torch.arange(12), SCALE, step=4).faults == ()
+    assert step.run(torch.arange(12), ONE, step=4).faults == ()
     step.set_storage({})
     assert step.storage == {}
 
@@ -147,11 +147,11 @@ def test_a_single_sample_that_fits_recomputed_does_not_end_the_run() -> None:
     model = Hungry(0)
     step = elastic(model)
     model.frugal = lambda: bool(step.storage)
-    (fault,) = step.run(torch.arange(1), SCALE, step=0).faults
+    (fault,) = step.run(torch.arange(1), ONE, step=0).faults
     assert (fault.micro_batch_size, fault.stores_least) == (1, True)
     model.frugal = lambda: False
     with pytest.raises(torch.OutOfMemoryError):
-        step.run(torch.arange(1), SCALE, step=1)
+        step.run(torch.arange(1), ONE, step=1)
 
 
 def test_a_waived_budget_restores_the_storage() -> None:
@@ -160,7 +160,7 @@ def test_a_waived_budget_restores_the_storage() -> None:
 
     step = elastic(Network())
     step._memory = replace(step._memory, check=check)
-    (fault,) = step.run(torch.arange(2), SCALE, step=0).faults
+    (fault,) = step.run(torch.arange(2), ONE, step=0).faults
     assert fault.kind is FaultKind.BUDGET_EXCEEDED
     assert (step.storage, step.num_micro_batches) == ({}, 1)
 
@@ -169,10 +169,10 @@ def test_a_captured_step_is_of_one_storage(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(offload, "MIN_BYTES", 64)
     cache = cache_of(elastic(Network(0.0, 0.0, 0.0)), pool=RerunPool())
     for index in range(2):
-        cache.run(torch.arange(4), SCALE, step=index)
+        cache.run(torch.arange(4), ONE, step=index)
     cache.step.set_storage(MIXED)
     for index in range(3):
-        assert cache.run(torch.arange(4), SCALE, step=index) == ()
+        assert cache.run(torch.arange(4), ONE, step=index) == ()
     assert [str(key).partition("float32, ")[2] for key in cache._entries] == ["1 x offload, 1 x recompute"]
 
 

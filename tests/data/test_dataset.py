@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from tests.build import plain
 from triaccel_ray.data.batches import moved
-from triaccel_ray.data.prefetch import CHUNK_SIZES, ChunkSampler, EpochOrder
+from triaccel_ray.data.prefetch import CHUNK_SIZES
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import DatasetSource
 
@@ -275,19 +275,6 @@ def test_samples_of_different_shapes_make_no_batch(place: Place) -> None:
 def test_tensors_of_a_named_tuple_that_begins_with_a_string_are_moved() -> None:
     batch = moved(Pair("text", torch.ones(2)), torch.device("meta"))
     assert (batch.left, batch.right.device.type) == ("text", "meta")
-
-
-@pytest.mark.parametrize(
-    ("num_floats", "num_samples", "size"),
-    [(1, 100_000, 512), (4096, 100_000, 256), (2**22, 100_000, 32), (1, 1000, 125), (1, 100, 32)],
-)
-def test_chunks_are_of_one_number_of_bytes_and_not_too_few(num_floats: int, num_samples: int, size: int) -> None:
-    chunks = ChunkSampler(num_workers=2)
-    chunks.order = EpochOrder(torch.arange(num_samples), seed=0)
-    dealt = iter(chunks)
-    assert len(next(dealt)[0]) == CHUNK_SIZE
-    chunks.adapt(CHUNK_SIZE, [torch.zeros(CHUNK_SIZE, num_floats), ["text"] * CHUNK_SIZE])
-    assert len(next(dealt)[0]) == size
 
 
 @pytest.mark.gpu

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, StackDataset
+from torch.utils.data import Dataset, StackDataset
 
-from tests.build import CURVATURE, QUIET, Limited, blobs, cross_entropy, loop_of, mlp, same, step_of, values
+from tests.build import CURVATURE, QUIET, blobs, cross_entropy, loop_of, mlp, same, step_of, values
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.data.sources import DatasetSource
 
@@ -97,53 +97,3 @@ def test_a_baseline_counts_them_likewise(method: Any, model: nn.Module, loss: An
     assert all(each.num_samples == 65 for each in stats)
     assert 0 < stats[-1].loss < stats[0].loss < 10
     loop.close()
-
-
-class Texts(Dataset[Any]):
-    """Texts of 1 to 9 tokens; the class is the first token."""
-
-    def __len__(self) -> int:
-        return 50
-
-    def __getitem__(self, index: int) -> list[int]:
-        return [index % 4, *range(index % 9)]
-
-
-def padded(items: list[list[int]]) -> tuple[Tensor, Tensor]:
-    longest = max(map(len, items))
-    return torch.tensor([item + [0] * (longest - len(item)) for item in items]), torch.tensor([i[0] for i in items])
-
-
-class Reader(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 4)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embedding(tokens)[:, 0])
-
-
-@pytest.mark.parametrize("limit", [100, 5])
-def test_texts_of_any_length_train_by_a_collate_fn_and_go_on_alike(limit: int) -> None:
-    """Also where a batch passes in parts."""
-    loader = DataLoader(Texts(), batch_size=8, shuffle=True, collate_fn=padded)
-
-    def loop_on(model: nn.Module) -> Any:
-        return loop_of(nn.Sequential(model, Limited(limit, message="out of memory")), loader, QUIET)[0]
-
-    whole, halves = Reader(), Reader()
-    loop, first = loop_on(whole), loop_on(halves)
-    before = loop.train_epoch()
-    for _ in range(4):
-        first.step()
-    resumed = loop_on(Reader())
-    resumed.load_state_dict(first.state_dict())
-    while resumed.sampler.epoch < 6:
-        resumed.step()
-    after = [loop.train_epoch() for _ in range(5)][-1]
-    assert (before.num_samples, after.loss < before.loss) == (50, True)
-    assert same(values(resumed.model), values(loop.model))
-    assert loop.evaluate(loader).num_samples == 50
-    for each in (loop, first, resumed):
-        each.close()

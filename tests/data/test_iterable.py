@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from tests.build import CPU, QUIET, Limited, blobs, loop_of, mlp, plain, same, values
+from tests.build import CPU, QUIET, Limited, blobs, loop_of, mlp, same, values
 from tests.data.test_items import QUIET_WITH_CURVATURE
 from triaccel_ray.data.iterable import NUM_KEPT, IterableSource
 from triaccel_ray.data.sampler import Sampler
@@ -148,20 +148,6 @@ def test_a_resumed_run_goes_on_alike(num_steps: int, tmp_path: Path) -> None:
     assert same(values(resumed.model), values(whole.model))
     for each in (whole, first, resumed):
         each.close()
-
-
-def test_a_loop_goes_back_to_where_it_was() -> None:
-    loop, _ = loop_of(mlp(), Telling(), QUIET)
-    states = [loop.state_dict()["sampler"]]
-    for _ in range(9):
-        loop.step()
-    states.append(loop.state_dict()["sampler"])
-    for state in (*states, *states):
-        loop.sampler.load_state_dict(state)
-        first = [plain(loop.sampler.source.batch(loop.sampler.take(8), None)) for _ in range(3)]
-        loop.sampler.load_state_dict(state)
-        assert [plain(loop.sampler.source.batch(loop.sampler.take(8), None)) for _ in range(3)] == first
-    loop.close()
 
 
 def test_without_a_state_a_run_is_saved_between_epochs_alone(tmp_path: Path) -> None:

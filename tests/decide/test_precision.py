@@ -5,10 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.decide.build import BF16, FP16, FP32, observation_of, plan_of, precision_configs
-from triaccel_ray.config import PrecisionConfig
-from triaccel_ray.decide import LayerState
-from triaccel_ray.decide.precision import decide_precision, keep_precision, precision_for_variance, promoted
+from tests.decide.build import BF16, FP16, FP32, Machine, Run, apply_failed, observation_of, plan_of, precision_configs
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.decide import ControlState, Decision, LayerState
+from triaccel_ray.decide.precision import (
+    bar_overflowing,
+    decide_precision,
+    keep_precision,
+    precision_for_variance,
+    promoted,
+)
 from triaccel_ray.records.plan import Plan, Precision, Reason, ReasonCode
 from triaccel_ray.records.signals import LayerSignal
 from triaccel_ray.records.state import nearest_supported
@@ -161,3 +167,75 @@ def test_precisions_are_supported_and_the_variance_rule_keeps_its_dwell(config, 
         if in_force is not before:
             assert changed_at is None or index - changed_at >= config.dwell_ticks
             changed_at = index
+
+
+# Steps that overflow in FP16 although the loss scale can fall no further.
+
+NAMES = ("conv", "block", "head")
+START = ControlConfig(
+    precision=config_of(initial=FP16, overflow_bar_ticks=4),
+    curvature=CurvatureConfig(tau_curv=5.0, smoothing=0.0, alpha=0.0),
+    batch=BatchConfig(enabled=False),
+)
+
+
+def run_of(config: ControlConfig = START, supported: tuple[Precision, ...] = tuple(Precision)) -> Run:
+    return Run(config, Machine(names=NAMES, supported=supported))
+
+
+def step(run: Run, num_skipped: int, loss_scale: float = 1.0, **others: object) -> Decision:
+    wanting_fp16 = [LayerSignal(name=name, variance=VARIANCE[FP16], supported=run.machine.supported) for name in NAMES]
+    return run.step(*wanting_fp16, num_skipped=num_skipped, loss_scale=loss_scale, **others)[1]
+
+
+@pytest.mark.parametrize(
+    ("skipped", "loss_scale", "expected"),
+    [(26, 1.0, BF16), (50, 1.0, BF16), (25, 1.0, FP16), (0, 1.0, FP16), (50, 2.0, FP16)],
+)
+def test_only_most_of_the_steps_at_the_smallest_scale_count(skipped, loss_scale, expected):
+    decision = step(run_of(), skipped, loss_scale)
+    assert set(decision.plan.precision.values()) == {expected}
+    told = [(reason.subject, reason.value, reason.threshold) for reason in decision.reasons]
+    layers = [(name, None, None) for name in NAMES]
+    assert told == ([("precision", float(skipped), 25.0), *layers] if expected is BF16 else [])
+    assert all(reason.code is ReasonCode.OVERFLOW for reason in decision.reasons)
+
+
+@pytest.mark.parametrize(
+    ("precision", "supported", "num_skipped", "expected"),
+    [
+        ({}, tuple(Precision), [25, 50, 76], [FP16, FP16, BF16]),  # the difference since the last tick counts
+        ({}, tuple(Precision), [50] * 7, [BF16] * 4 + [FP16] * 3),  # as long as the bar, then by the variance again
+        ({}, (FP16, FP32), [50, 50], [FP32, FP32]),
+        ({"enabled": False}, tuple(Precision), [0] + [50] * 9, [FP16] + [BF16] * 9),  # a fixed one does not return
+    ],
+)
+def test_the_next_higher_precision_takes_over_for_a_while(precision, supported, num_skipped, expected):
+    run = run_of(replace(START, precision=replace(START.precision, **precision)), supported)
+    assert [step(run, number).plan.precision["conv"] for number in num_skipped] == expected
+
+
+def test_layers_in_other_precisions_stay():
+    plan = plan_of(conv=FP16, block=BF16, head=FP32)
+    states = {name: LayerState(by_variance=level) for name, level in plan.precision.items()}
+    observation = observation_of(plan, num_skipped=50)
+    layers, _ = bar_overflowing(START.precision, observation, ControlState(layers=states), states)
+    assert {name: layer.by_variance for name, layer in layers.items()} == {"conv": BF16, "block": BF16, "head": FP32}
+    assert {name: layer.fp16_bar_ticks for name, layer in layers.items()} == {"conv": 4, "block": 0, "head": 0}
+
+
+def test_no_steps_or_no_fp16_is_no_overflow():
+    for plan, done in ((plan_of(conv=FP16), 50), (plan_of(conv=BF16), 0)):
+        states = {"conv": LayerState(by_variance=plan.precision["conv"], fp16_bar_ticks=2)}
+        state = ControlState(layers=states, step=done)
+        layers, reasons = bar_overflowing(START.precision, observation_of(plan, num_skipped=50), state, states)
+        assert (layers["conv"].fp16_bar_ticks, reasons) == (2, [])
+
+
+def test_a_plan_that_could_not_be_applied_is_asked_for_again_when_it_goes_on_overflowing():
+    run = run_of()
+    assert set(step(run, 50, apply_fails=True).plan.precision.values()) == {BF16}
+    decision = step(run, 100, faults=(apply_failed(96),))
+    assert set(decision.plan.precision.values()) == {FP16}
+    assert all(layer.fp16_bar_ticks == 0 for layer in decision.state.layers.values())
+    assert set(step(run, 150).plan.precision.values()) == {BF16}

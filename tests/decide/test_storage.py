@@ -11,7 +11,7 @@ from tests.decide.build import codes
 from tests.decide.memory_device import CONFIG, ELASTIC, MIB, REGIONS, SMALL, Device, Run, device_of, neighbours
 from triaccel_ray.config import ExecutionConfig, PrecisionConfig
 from triaccel_ray.decide import Decision, decide, replay
-from triaccel_ray.decide.memory import KEEP, OFFLOAD, RECOMPUTE
+from triaccel_ray.decide.memory import OFFLOAD, RECOMPUTE
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision, ReasonCode
 from triaccel_ray.records.signals import LayerSignal, Observation
@@ -49,15 +49,6 @@ def test_a_plan_that_is_as_predicted_is_not_reported():
     wrong = Run(device=replace(SMALL, bytes_factor=0.7))
     wrong.ticks(10)
     assert any("peak" in text for text in reasons_of(wrong, ReasonCode.MEMORY_MISPREDICTED))
-
-
-def test_storage_returns_to_keep_once_memory_does():
-    run = Run(device=SMALL)
-    run.ticks(10)
-    run.device = Device()
-    run.ticks(20)
-    assert (run.plan.storage, run.plan.num_micro_batches) == ({}, 1)
-    assert run.num_failures == 1
 
 
 def test_a_neighbour_that_takes_memory_makes_the_plan_smaller_before_it_fails():
@@ -233,9 +224,3 @@ def test_replay_reproduces_memory_plans(seed, is_elastic):
     assert decode(Decision, encode(run.decision)) == run.decision
     observation = run.log[-1][0]
     assert decode(Observation, encode(observation)) == observation
-
-
-def test_everything_kept_needs_no_plan():
-    run = Run()
-    assert all(decision.plan.storage == {} and not decision.reasons for decision in run.ticks(10))
-    assert KEEP not in run.plan.storage.values()

@@ -73,17 +73,24 @@ def test_the_bar_doubles_each_time():
     assert [later - earlier for earlier, later in pairwise(starts)] == [8, 14, 26, 50]
 
 
-def test_without_the_rule_nothing_is_undone():
-    loop = Loop(replace(CONFIG, revert_slowdowns=False), slow_in_fp16, LOW)
-    loop.run(3)
-    assert all(decision.plan.precision["conv"] is FP16 for decision in loop.run(20))
+IN_FP32 = replace(CONFIG, precision=replace(CONFIG.precision, initial=FP32))
 
 
-def test_a_promotion_is_made_for_accuracy_and_stays_however_slow():
-    loop = Loop(CONFIG, lambda plan: 100.0 if plan.precision["conv"] is FP32 else 10.0)
-    loop.run(2)
-    loop.layer = HIGH
-    assert all(decision.plan.precision["conv"] is FP32 for decision in loop.run(20))
+@pytest.mark.parametrize(
+    ("config", "slow", "layers", "expected"),
+    [
+        (replace(CONFIG, revert_slowdowns=False), FP16, [LOW] * 23, [FP16] * 20),
+        (CONFIG, FP32, [MIDDLE] * 2 + [HIGH] * 20, [FP32] * 20),  # a promotion is made for accuracy
+        (IN_FP32, FP16, [HIGH] * 2 + [LOW] * 3, [FP16, FP16, FP32]),  # back by two levels, to where it began
+        (CONFIG, FP16, [MIDDLE] * 2 + [LOW] + [HIGH] * 3, [FP32]),  # a promotion ends the judgement
+    ],
+)
+def test_only_a_demotion_is_undone_and_only_under_the_rule(config, slow, layers, expected):
+    loop = Loop(config, lambda plan: 100.0 if plan.precision["conv"] is slow else 10.0)
+    seen = []
+    for loop.layer in layers:
+        seen.append(loop.tick().plan.precision["conv"])
+    assert seen[-len(expected) :] == expected
 
 
 def test_a_larger_batch_that_is_slower_a_sample_is_undone_and_capped():
@@ -107,18 +114,6 @@ def test_growth_waits_while_a_change_is_doubtful():
     assert loop.tick().plan.batch_size == 128
 
 
-def test_a_promotion_ends_the_judgement():
-    loop = Loop(CONFIG, slow_in_fp16)
-    loop.run(2)
-    loop.layer = LOW
-    loop.tick()
-    loop.layer = HIGH
-    loop.run(3)
-    assert loop.plan.precision["conv"] is FP32
-    assert loop.state.throughput.change is None
-    assert loop.state.layers["conv"].times_slow == 0
-
-
 def test_a_layer_held_by_curvature_is_barred_by_what_it_computes_in():
     config = replace(CONFIG, curvature=CurvatureConfig(tau_curv=1.0, smoothing=0.0, alpha=0.0))
     loop = Loop(config, lambda plan: 100.0 if plan.precision["conv"] is BF16 else 10.0)
@@ -139,15 +134,6 @@ def test_noise_of_a_tenth_undoes_nothing(noise: list[float]):
     decisions = loop.run(60)
     assert not any(reason.code is ReasonCode.SLOWER for decision in decisions for reason in decision.reasons)
     assert loop.plan.batch_size == GROWING.batch.maximum
-
-
-def test_a_fall_by_two_levels_is_undone_to_where_it_began():
-    loop = Loop(replace(CONFIG, precision=replace(CONFIG.precision, initial=FP32)), slow_in_fp16, HIGH)
-    loop.run(2)
-    loop.layer = LOW
-    assert loop.tick().plan.precision["conv"] is FP16
-    loop.tick()
-    assert loop.tick().plan.precision["conv"] is FP32
 
 
 def test_a_change_of_which_no_time_is_known_is_kept_after_a_while():
@@ -247,10 +233,20 @@ def test_the_batch_grows_once_what_is_left_is_worth_the_cost():
     assert sizes[-1] == 448
 
 
-def test_a_larger_batch_that_is_slower_is_undone_at_once_and_not_tried_again():
-    loop = Graphs(fixed=-0.1, price=100.0)
-    assert loop.sizes(60) == [96, 192, 96]
-    assert [reason.code for reason in loop.tick().reasons] == [ReasonCode.HELD_COST]
+@pytest.mark.parametrize(
+    ("fixed", "price", "cost", "sizes", "code"),
+    [
+        (-0.1, 100.0, None, [96, 192, 96], ReasonCode.HELD_COST),  # slower: undone at once, and not tried again
+        (1.0, 100.0, lambda plan: 10.0 if plan.batch_size < 192 else 6.0, [96, 192, 512], None),  # noise
+        (1.0, 100.0, lambda plan: None, [96], ReasonCode.HELD_UNJUDGED),
+        (0.0, 0.0, None, list(range(96, 513, 32)), None),  # where new sizes cost nothing
+    ],
+)
+def test_a_captured_batch_grows_by_the_times_of_its_steps(fixed, price, cost, sizes, code):
+    loop = Graphs(fixed=fixed, price=price, first=10 * price)
+    loop.cost = cost or loop.cost
+    assert loop.sizes(60) == sizes
+    assert code is None or codes(loop.tick(), "batch") == [code]
 
 
 @pytest.mark.parametrize(("slower", "kept"), [(1.02, FP16), (1.05, BF16)])
@@ -261,46 +257,12 @@ def test_on_a_gpu_a_precision_that_is_a_little_slower_is_undone(slower: float, k
     assert loop.plan.precision["conv"] is kept
 
 
-def test_where_new_sizes_cost_nothing_the_batch_grows_step_by_step():
-    assert Graphs(fixed=0.0, price=0.0, first=0.0).sizes(40) == list(range(96, 513, 32))
-
-
 def test_a_batch_grows_no_further_than_its_memory_is_expected_to():
     loop = Graphs(fixed=1.0, price=100.0)
     loop.share = 0.25  # of 96 samples; 0.7 are allowed
     assert loop.sizes(1) == [96, 192]
     loop.share *= 2
     assert loop.sizes(1) == [192, 256]
-
-
-def test_step_times_of_other_precisions_are_not_compared():
-    loop = Graphs(fixed=1.0, price=100.0)
-    loop.run(4)
-    assert loop.state.throughput.other_timing is not None
-    loop.layer, loop.cost = HIGH, lambda plan: None
-    assert loop.tick().plan.precision["conv"] is FP32
-    assert loop.state.throughput.other_timing is None
-
-
-def test_an_efficient_batch_stays_after_a_promotion():
-    loop = Graphs(fixed=1.0, price=100.0, samples_left=10**8)
-    assert loop.sizes()[-1] == 448
-    loop.layer = HIGH
-    assert loop.sizes() == [448]
-    assert loop.plan.precision["conv"] is FP32
-
-
-def test_a_step_that_is_shorter_for_more_samples_is_noise():
-    loop = Graphs(fixed=1.0, price=100.0)
-    loop.cost = lambda plan: 10.0 if plan.batch_size < 192 else 6.0
-    assert loop.sizes() == [96, 192, 512]
-
-
-def test_without_step_times_no_captured_batch_grows():
-    loop = Graphs(fixed=1.0, price=100.0)
-    loop.cost = lambda plan: None
-    assert loop.sizes() == [96]
-    assert codes(loop.tick(), "batch") == [ReasonCode.HELD_UNJUDGED]
 
 
 def test_a_growth_that_could_not_be_applied_is_no_timing():

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.build import BF16, CountingSource, blobs, cross_entropy, loop_of, mlp, plain, shift_and_noise
+from tests.build import blobs, cross_entropy, loop_of, mlp, plain, shift_and_noise
 from tests.distributed.training import Unsteady, assert_close, fixed, listed, trained
 from tests.distributed.worker_pool import WorkerPool
-from triaccel_ray.config import ControlConfig, PrecisionConfig
+from triaccel_ray.config import ControlConfig
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.loop import ControlLoop
@@ -69,29 +68,6 @@ def test_the_memory_profile_of_a_batch_is_that_of_a_rank_with_its_share(workers:
     assert workers.run(3, profiled, 12) == [[12, share]] * 3
 
 
-def drawn(rank: int, num_samples: int, config: ControlConfig, num_epochs: int) -> list[list[int]]:
-    """Indices of the samples that this rank drew in each epoch."""
-    source = CountingSource(*blobs(num_samples))
-    loop, _ = loop_of(mlp(), source, config)
-    found = []
-    for _ in range(num_epochs):
-        source.drawn.clear()
-        loop.train_epoch()
-        found.append(torch.cat([*source.drawn, torch.zeros(0, dtype=torch.int64)]).tolist())
-    loop.close()
-    return found
-
-
-@pytest.mark.parametrize(("num_samples", "size"), [(62, 10), (100, 7), (24, 12)])
-def test_each_sample_is_drawn_once_an_epoch_by_one_rank(workers: WorkerPool, num_samples: int, size: int) -> None:
-    shares = workers.run(3, drawn, num_samples, fixed(size), 2)
-    for epoch in range(2):
-        together = [index for share in shares for index in share[epoch]]
-        assert sorted(together) == list(range(num_samples))
-        sizes = [len(share[epoch]) for share in shares]
-        assert max(sizes) - min(sizes) <= 1
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_checkpoint_is_resumed_on_another_number_of_ranks(workers: WorkerPool, world_size: int) -> None:
     (whole,) = workers.run(1, trained, 98, fixed(12), 24)
@@ -141,22 +117,6 @@ def test_a_process_alone_has_no_peers() -> None:
     assert (ranks.rank, ranks.world_size) == (0, 1)
     assert ranks.gather("value") == ["value"]
     assert not ranks.any(False)
-
-
-def mixed(rank: int) -> dict[str, Any]:
-    """A run in FP16 and BF16, in parts."""
-    precision = PrecisionConfig(enabled=False, initial=BF16, allow_slow_precisions=True)
-    model = mlp()
-    loop, _ = loop_of(model, blobs(62), replace(fixed(10, accumulate=2), precision=precision))
-    for _ in range(14):
-        loop.step()
-    loop.close()
-    return {"weights": listed(model)}
-
-
-def test_ranks_stay_equal_in_sixteen_bits(workers: WorkerPool) -> None:
-    first, second = workers.run(2, mixed)
-    assert first == second
 
 
 def branched(rank: int) -> dict[str, Any]:

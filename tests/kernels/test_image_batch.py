@@ -157,13 +157,6 @@ def test_offsets_are_uniform_and_independent_of_each_other(padding: int, by: str
     assert_uniform(rows[:-1] * span + rows[1:], span**2)
 
 
-def test_successive_keys_and_centres_have_nothing_to_do_with_offsets() -> None:
-    first, second = (draw(torch.tensor(key), 100_000, 4)[0] for key in (11, 12))
-    rows, columns = draw_centres(torch.tensor(11), 100_000, 32, 32)
-    for joint, size in ((first * 9 + second, 81), (rows * 32 + columns, 1024), (first * 32 + rows, 288)):
-        assert_uniform(joint, size)
-
-
 def test_no_index_gives_no_image() -> None:
     images, empty = noise(2, 3, 8, 8), torch.empty(0, dtype=torch.int64)
     assert image_batch(images, empty, *constants(3), key=torch.tensor(1)).shape == (0, 3, 8, 8)

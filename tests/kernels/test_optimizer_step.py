@@ -204,19 +204,6 @@ def test_empty_tables_and_tensors_change_nothing(optimizer: str, kernel: bool) -
     model.launch()  # CUDA refuses a grid without programs
 
 
-def test_hyperparameters_are_uploaded_only_when_they_changed() -> None:
-    step = SgdStep([1, 1], DEVICE)
-    values: dict[str, Any] = {"weight_decay": [0.0, 0.1], "momentum": [0.9, 0.0], "nesterov": [True, False]}
-    step.set(lr=[0.1, 0.2], **values)
-    expected = torch.tensor([[0.1, 0.2], [0.0, 0.1], [0.9, 0.0], [1.0, 0.0]])
-    assert torch.equal(step.rows.cpu(), expected)
-    step.rows.fill_(7.0)
-    step.set(lr=[0.1, 0.2], **values)
-    assert (step.rows == 7.0).all()
-    step.set(lr=[0.1, 0.3], **values)
-    assert step.rows[0].tolist() == pytest.approx([0.1, 0.3])
-
-
 @each_optimizer
 def test_what_the_kernel_could_not_read_is_refused(optimizer: str) -> None:
     model = Model(optimizer)

@@ -28,8 +28,6 @@ from tests.measure.curvature_models import (
     squared_error,
 )
 from triaccel_ray.measure.budget import Limits
-from triaccel_ray.measure.curvature.columns import model_columns, sample_columns
-from triaccel_ray.measure.curvature.objective import Objective, ggn_head, measuring
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.model.pytree import tensors_in
 
@@ -84,22 +82,6 @@ def test_power_iteration_finds_eigenvalues_of_either_sign_and_equal_magnitude(
     assert found.tolist() == sorted(found.tolist(), reverse=True)
 
 
-@pytest.mark.parametrize("num_samples", [1, NUM_SAMPLES])
-def test_columns_keep_no_more_memory_than_the_elements_asked_for(num_samples: int) -> None:
-    model, inputs, targets = make("foreign")
-    layer = find_layers(model)[1]
-    objective = Objective(model=model, loss=smooth_cross_entropy, inputs=inputs, targets=targets)
-    part = objective.part(slice(0, num_samples))
-    with measuring(model):
-        whole = sample_columns(part, ggn_head, [(layer, slice(None))])[0]
-        for found in (
-            *sample_columns(part, ggn_head, [(layer, slice(3, 7))]),
-            *model_columns(part, ggn_head, [(layer, slice(3, 7))], batched=True),
-        ):
-            torch.testing.assert_close(found, whole[:, 3:7])
-            assert found.untyped_storage().nbytes() == found.nbytes
-
-
 @pytest.mark.parametrize("method", ["fisher", "ggn"])
 @pytest.mark.parametrize("name", CASES)
 def test_limits_of_memory_change_nothing(name: str, method: Any) -> None:
@@ -139,17 +121,6 @@ def test_chunks_hold_the_activations_of_one_chunk_at_a_time(method: Any) -> None
     directly(model, inputs, targets, method, 1, num_iterations=2, limits=Limits(chunk_samples=2))
     assert {size for size, _ in alive} <= {1, 2}
     assert most <= 3  # two samples and one while it looks where samples lie
-
-
-@pytest.mark.parametrize("method", ["fisher", "ggn"])
-def test_chunks_pass_once_where_factors_are_fewer_bytes_than_columns(method: Any) -> None:
-    """Columns of these layers would be 2 MiB a sample, their factors 3 KiB."""
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(2)), nn.Linear(256, 3))
-    num_passed: list[int] = []
-    model.register_forward_hook(lambda module, args, output: num_passed.append(len(output)))
-    limits = Limits(chunk_samples=2, kept_bytes=2**17, block_bytes=2**17)
-    directly(model, torch.randn(NUM_SAMPLES, 256), torch.randint(3, (NUM_SAMPLES,)), method, limits=limits)
-    assert sum(num_passed) == NUM_SAMPLES + 3  # three to find out where the samples lie
 
 
 class _Largest(TorchDispatchMode):

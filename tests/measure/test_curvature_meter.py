@@ -18,13 +18,10 @@ from tests.measure.curvature_models import (
     METHODS,
     NUM_CLASSES,
     Bilinear,
-    Quadratic,
     directly,
     draws,
     make,
-    mean_output,
     meter_of,
-    quadratic_samples,
 )
 from tests.waiting import no_waiting
 from triaccel_ray.measure import budget
@@ -50,17 +47,6 @@ def test_later_measurements_are_as_good_as_the_first(name: str, method: Any) -> 
         inputs = inputs.flip(0)
     assert not meter.is_captured
     assert meter.not_captured_because == "there is no CUDA device"
-
-
-@pytest.mark.parametrize("name", ["convolutions", "tied_tokens"])
-def test_only_the_first_measurement_asks_where_the_samples_lie(name: str) -> None:
-    model, inputs, targets = make(name)
-    batch_sizes: list[int] = []
-    model.register_forward_hook(lambda module, args, output: batch_sizes.append(len(args[0])))
-    meter = meter_of(model, "fisher")
-    for count in (6, 6, 4, 4):
-        meter.measure(inputs[:count], targets[:count], draws())
-    assert batch_sizes == [2, 1, 6, 6, 4, 4]
 
 
 class Moody(nn.Module):
@@ -166,20 +152,6 @@ def test_a_layer_that_had_no_curvature_is_found_when_it_has() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-7)
 
 
-def test_restored_vectors_go_on_alike() -> None:
-    spectrum = torch.tensor([3.0, -2.0, 1.0])
-    samples = quadratic_samples(spectrum)
-    fresh, meter, other = (meter_of(Quadratic(3), "hessian", loss=mean_output) for _ in range(3))
-    assert meter.state_dict() == {"vectors": None, "off_because": ""}
-    meter.measure(*samples, draws())
-    other.measure(*samples, draws(seed=1))
-    state = meter.state_dict()
-    expected = meter.measure(*samples, draws()).eigenvalues
-    for restored in (other, fresh):
-        restored.load_state_dict(state)
-        assert torch.equal(restored.measure(*samples, draws()).eigenvalues, expected)
-
-
 def fp32_flags() -> list[Any]:
     conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     return [torch.backends.cuda.matmul.fp32_precision, conv.fp32_precision, torch.backends.cuda.matmul.allow_tf32]
@@ -241,17 +213,6 @@ def test_passes_are_counted_before_they_are_made(method: Any, chunk_samples: int
         assert passed[-1] == expected
     if (chunk_samples, method) == (2, "fisher"):
         assert expected > 2 * len(objective.parts()) > 2
-
-
-def test_a_single_sample_is_probed_where_two_take_half_of_the_budget() -> None:
-    model, inputs, targets = make("convolutions")
-    meter, seen = meter_of(model, "fisher"), largest_batch(model)
-    meter.dry_run(inputs[:2], targets[:2])
-    seen[:] = [0]
-    meter._bytes_of_two = 2**30
-    found = meter.measure(inputs, targets, draws(), budget_bytes=2**30)
-    assert seen[1] == 1
-    torch.testing.assert_close(found.eigenvalues, directly(model, inputs, targets).eigenvalues)
 
 
 def test_a_single_sample_is_probed_after_memory_ran_out_for_two() -> None:

@@ -43,19 +43,3 @@ def test_a_non_finite_gradient_of_a_bias_is_found_too() -> None:
     found = moments.update(collected(model), SCALE)
     assert (found.item(), found.dtype) == (1.0, torch.float32)
     assert moments.read().isfinite().all()
-
-
-def test_restored_moments_go_on_alike() -> None:
-    model = mlp()
-    moments, restored = moments_of(model), moments_of(model)
-    draw_gradients(model, 0)
-    moments.update(collected(model), SCALE)
-    moments.remember_norm(SCALE)
-    state = moments.state_dict()
-    restored.load_state_dict(state)
-    expected = torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm() / 4.0
-    torch.testing.assert_close(restored.last_norm, expected)
-    draw_gradients(model, 1)
-    for each in (moments, restored):
-        each.update(collected(model), SCALE)
-    assert torch.equal(moments.read(), restored.read())

@@ -140,19 +140,6 @@ def test_a_lack_of_memory_is_left_to_training() -> None:
     require_working(nn.Sequential(mlp(), Limited(1)), cross_entropy, as_source(blobs(64)))
 
 
-def test_cudnn_prepares_nothing_for_two_samples() -> None:
-    enabled: list[bool] = []
-
-    class Noting(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            enabled.append(torch.backends.cudnn.enabled)
-            return super().forward(x)
-
-    require_working(Noting(8, 4), cross_entropy, as_source(blobs(64)))
-    assert enabled == [False]
-    assert torch.backends.cudnn.enabled
-
-
 def deep(number: int) -> None:
     if number == 0:
         raise KeyError("too deep")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.build import same
+from tests.build import Trap, same
 from triaccel_ray.cuda.random_states import random_states, set_random_states
 from triaccel_ray.records.checkpoint import FORMAT, CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
 
@@ -66,16 +66,6 @@ def test_what_cannot_be_read_is_told_apart(tmp_path: Path, change: Any, kind: ty
     with pytest.raises(CheckpointError, match=rf"checkpoint {path} {message}") as raised:
         load_checkpoint(path)
     assert raised.type is kind
-
-
-class Trap:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self.path,))
 
 
 @pytest.mark.parametrize("write", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))])

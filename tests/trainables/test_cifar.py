@@ -57,24 +57,6 @@ def test_a_final_run_trains_on_everything_and_is_judged_by_the_test_file(data_di
     assert views == [2, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "amp"),
-    [
-        ("cifar10-resnet18", (96, 128, 224), "fp16"),
-        ("cifar10-resnet18-long", (512, 128, 512), "fp16"),
-        ("cifar10-efficientnet-b0", (96, 32, 96), "bf16"),
-        ("cifar100-efficientnet-b0", (96, 32, 96), "bf16"),
-    ],
-)
-def test_the_batch_sizes_and_the_amp_of_a_task_are_those_that_its_figures_are_of(
-    name: str, sizes: tuple[int, int, int], amp: str
-) -> None:
-    task = load_task(name, None)
-    batch = task.control.batch
-    assert (batch.start, batch.step_up, batch.maximum) == sizes
-    assert task.recipe.amp == amp
-
-
 def test_batches_are_prepared_and_augmented_for_training_alone(data_dir: Path) -> None:
     indices = torch.arange(4)
     for name, edge in (("cifar10-resnet18", 32), ("cifar10-efficientnet-b0", 224)):

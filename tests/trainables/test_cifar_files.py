@@ -1,7 +1,6 @@
 import dataclasses
 import hashlib
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.build import Trap
 from triaccel_ray.trainables.cifar_files import CifarFolder, CifarSet, Layout, cifar_set, find_complete
 
 CIFAR10, CIFAR100 = cifar_set(10), cifar_set(100)
@@ -75,22 +75,12 @@ def test_a_binary_file_of_the_wrong_size_or_with_a_class_that_does_not_exist_is_
         folder.read_test()
 
 
-class _Trap:
-    """Creates a file when unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return Path.touch, (self.path,)
-
-
 @pytest.mark.parametrize("cifar", [CIFAR10, CIFAR100])
 def test_a_pickle_that_is_not_the_published_one_is_refused_and_never_opened(cifar: CifarSet, tmp_path: Path) -> None:
     folder = tmp_path / cifar.python.folder
     folder.mkdir()
     for name in cifar.python.train:
-        (folder / name).write_bytes(pickle.dumps(_Trap(tmp_path / "sprung")))
+        (folder / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
     found = find_complete(cifar, tmp_path, with_test=False)
     assert found is not None
     with pytest.raises(ValueError, match=rf"{cifar.python.train[0]} has the md5 checksum .*: the published file has"):

@@ -1,10 +1,7 @@
-import math
-
 import torch
 from torch import Tensor
 
 from triaccel_ray.data.sources import DataSource, TensorSource
-from triaccel_ray.model.metrics import top1
 from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.task import Purpose
 
@@ -40,23 +37,3 @@ def test_nothing_that_a_search_holds_reaches_a_test_sample() -> None:
         behind = torch.tensor(source.inputs.untyped_storage(), dtype=torch.uint8).numpy().tobytes()
         assert len(behind) == len(source) * 64 * 4
         assert not any(image in behind for image in test)
-
-
-def test_a_few_epochs_of_plain_sgd_learn_the_digits() -> None:
-    task = Digits()
-    splits = task.data(Purpose.SEARCH)
-    torch.manual_seed(0)
-    model = task.model()
-    optimizer = task.optimizer(model, task.recipe)
-    num_steps = math.ceil(len(splits.train) / task.control.batch.start)
-    for _ in range(4):
-        for indices in torch.randperm(len(splits.train)).chunk(num_steps):
-            inputs, targets = splits.train.batch(indices, None)
-            optimizer.zero_grad()
-            task.loss(model(inputs), targets, task.recipe).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-    model.eval()
-    with torch.no_grad():
-        inputs, targets = _all(splits.held_out)
-        accuracy = top1(model(inputs), targets).double().mean().item()
-    assert accuracy >= 0.90

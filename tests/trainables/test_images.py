@@ -56,15 +56,6 @@ def test_augmented_where_preparation_and_generator_say_so_by_the_generator_alone
     assert source.is_resident
 
 
-def test_resized_images_keep_their_mean_type_and_memory_format() -> None:
-    plain = _source(PLAIN).batch(INDICES, None)[0]
-    large = _source(replace(PLAIN, size=224)).batch(INDICES, None)[0]
-    assert large.shape == (3, 3, 224, 224)
-    assert large.dtype == torch.float32
-    assert large.is_contiguous(memory_format=torch.channels_last)
-    assert (large.mean() - plain.mean()).abs() < 0.01
-
-
 def test_images_to_be_judged_are_shown_mirrored_too_where_the_preparation_says_so() -> None:
     source = _source(replace(PLAIN, mirror_views=True)).to(torch.device("cpu"))
     images, _ = source.batch(INDICES, None)
@@ -73,17 +64,6 @@ def test_images_to_be_judged_are_shown_mirrored_too_where_the_preparation_says_s
     assert torch.equal(mirrored[..., 0], images[..., -1])
     assert torch.equal(mirrored.flip(-1), images)
     assert len(_source(PLAIN).views(images)) == 1
-
-
-def test_alternating_images_turn_round_with_the_epoch_alone() -> None:
-    source = _source(replace(AUGMENTED, padding=0))
-    before, again = (source.batch(INDICES, _generator(seed))[0] for seed in (0, 1))
-    assert torch.equal(before, again)
-    source.set_epoch(1)
-    turned = source.batch(INDICES, _generator(0))[0]
-    assert torch.equal(turned, before.flip(-1))
-    assert torch.equal(source.to(torch.device("cpu")).batch(INDICES, _generator(0))[0], before)
-    assert torch.equal(source.batch(INDICES, None)[0], _source(PLAIN).batch(INDICES, None)[0])
 
 
 @pytest.mark.parametrize(("name", "change"), [("mean", {"mean": (0.5,)}), ("std", {"std": (0.5,)})])
