@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.build import blobs, cross_entropy, loop_of, mlp, plain, shift_and_noise
+from tests.build import BF16, blobs, cross_entropy, loop_of, mlp, plain, shift_and_noise
 from tests.distributed.training import Unsteady, assert_close, fixed, listed, trained
 from tests.distributed.worker_pool import WorkerPool
-from triaccel_ray.config import ControlConfig
+from triaccel_ray.config import ControlConfig, PrecisionConfig
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.loop import ControlLoop

@@ -1,4 +1,4 @@
-"""What is said of a search: its table, what it recommends, and its page."""
+"""What is said of a search: its table, what it recommends, which threshold mattered, and its page."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from tests.service.search_folder import controls, simulated_search
 from triaccel_ray.records.events import End
 from triaccel_ray.service.report.report import show
 from triaccel_ray.service.report.search import (
+    MIN_TRIALS,
+    importance,
     missing_runs,
     outcomes,
     recommendation,
@@ -42,12 +44,14 @@ def search(accuracy: float, *, objective: str = "score") -> SearchRecord:
     return search_of(run_of("trial-000", accuracy=accuracy), objective=Objective(name=objective, reference=REFERENCE))
 
 
-def search_by_rho(num_trials: int) -> SearchRecord:
+def search_by_rho(num_trials: int, num_epochs: Sequence[int] = (4,), *, slope: float = 40.0) -> SearchRecord:
     """Trials whose accuracy is rho_low's doing alone."""
 
     def trial(index: int) -> RunRecord:
-        control = controls(num_trials)[index]
-        run = run_of(f"trial{index}", accuracy=50.0 + 40.0 * control.batch.rho_low, num_epochs=4)
+        control, ended = controls(num_trials)[index], num_epochs[index % len(num_epochs)]
+        accuracy = 50.0 + slope * control.batch.rho_low
+        status = "finished" if ended == 4 else "stopped"
+        run = run_of(f"trial{index}", accuracy=accuracy, num_epochs=ended, status=status)
         return replace(run, spec=replace(run.spec, control=control))
 
     return search_of(*map(trial, range(num_trials)))
@@ -186,6 +190,25 @@ def test_a_search_without_a_trial_to_its_end_says_what_ended_them(ends: Sequence
     runs = [replace(run_of(f"t{i}"), end=End(status=status, cause=why)) for i, (status, why) in enumerate(ends)]
     said, _ = recommendation(search_of(*runs))
     assert re.match(f"No trial ran to its end .*{text}", said)
+
+
+def test_what_decides_is_found_important_among_trials_at_the_same_epoch() -> None:
+    record = search_by_rho(40, num_epochs=(3, 4))
+    short = replace(record.spec.base, recipe=replace(record.spec.base.recipe, epochs=7))
+    said = importance(replace(record, spec=replace(record.spec, base=short)))
+    name, share = said.removeprefix("Importance of each threshold: ").split(",")[0].split()
+    assert name == "rho_low"
+    assert float(share.rstrip("%")) > 60
+    assert "ranks of 40 trials after epoch 3" in said
+    base = replace(short, recipe=replace(short.recipe, epochs=8))  # whose trials may be pruned after epoch 4
+    assert "ranks of 20 trials after epoch 4" in importance(replace(record, spec=replace(record.spec, base=base)))
+    for few in (search_by_rho(MIN_TRIALS - 1), search_by_rho(MIN_TRIALS, slope=0.0)):
+        assert importance(replace(few, spec=replace(few.spec, base=short))) == ""
+    record = search_by_rho(MIN_TRIALS)
+    first, *others = record.trials
+    control = replace(first.spec.control, precision=replace(first.spec.control.precision, tau_low=0.0))
+    zero = replace(first, spec=replace(first.spec, control=control))  # has no place on a logarithmic scale
+    assert importance(replace(record, spec=replace(record.spec, base=short), trials=(zero, *others))) == ""
 
 
 @pytest.fixture(scope="module")

@@ -42,8 +42,8 @@ def verdict(run: RunRecord, control: ControlConfig) -> Iterator[str]:
     """
     if not run.ticks:
         too_short = f"it was shorter than {run.spec.control.every_steps} steps"
-        reason = f"method {run.spec.method} decides nothing" if run.spec.is_baseline else too_short
-        raise LogError(f"run {run.name} made no tick: {reason}")
+        why = f"method {run.spec.method} decides nothing" if run.spec.is_baseline else too_short
+        raise LogError(f"run {run.name} made no tick: {why}")
     result = replay(control, [(tick.observation, tick.decision) for tick in run.ticks])
     is_own = control == run.start.control
     if result.diverged_at is None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any, Final
+
+import optuna
+from optuna.distributions import BaseDistribution, FloatDistribution
+from optuna.importance import FanovaImportanceEvaluator
 
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import repeat_command
@@ -13,7 +18,7 @@ from triaccel_ray.service.report.drawing import BLUE, GRAY, METHOD_STYLES, NAVY,
 from triaccel_ray.service.report.provenance import about, all_settings, sharing_note, troubles
 from triaccel_ray.service.report.report import View, with_page
 from triaccel_ray.service.report.tables import FIGURE_COLUMNS, STAR, Grid, figure_cells, joined, lines
-from triaccel_ray.service.runs.objective import Figures
+from triaccel_ray.service.runs.objective import Figures, grace_epochs
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.search import search
 from triaccel_ray.service.search.search import (
@@ -25,10 +30,12 @@ from triaccel_ray.service.search.search import (
     tuned_thresholds_of,
 )
 from triaccel_ray.service.search.spec import dimensions
-from triaccel_ray.service.search.suggestions import trial_name
+from triaccel_ray.service.search.suggestions import quiet_optuna, trial_name
 from triaccel_ray.service.storage.layout import FIGURES, FOUND, TRIALS
 from triaccel_ray.service.units import counted
 
+MIN_TRIALS: Final = 20
+"""Trials needed for `importance`: fewer say nothing about how much four thresholds matter."""
 _WAYS_OUT: Final[Mapping[str, str]] = {
     "out_of_memory": "give more --memory-headroom or --memory-budget, or a smaller --batch-size",
     "non_finite": "give a smaller --lr",
@@ -66,6 +73,7 @@ def view_search(record: SearchRecord) -> View:
             ],
             details=[
                 f"What the loop did in a trial is on a page of its own: {of_a_trial}",
+                importance(record),
                 about(spec.base, runs, facts, repeat_command("search", folder)),
                 all_settings(spec.base),
             ],
@@ -179,6 +187,39 @@ def _why_none(record: SearchRecord) -> str:
     return (
         f"{counted(ends['finished'], 'trial')} finished, and none reaches {limit} (AMP with a margin of {margin}): "
         f"allow more trials, more epochs or a larger --margin.{reasons}"
+    )
+
+
+def importance(record: SearchRecord) -> str:
+    """Returns how much each threshold explains of the differences between trials; empty with fewer than MIN_TRIALS.
+
+    Trials are compared after the epochs that each of them trains, pruned ones included. The target is a trial's rank by
+    the objective: the values jump from percentage points to scores when trials become feasible.
+
+    Source: Hutter, Hoos and Leyton-Brown, An Efficient Approach for Assessing Hyperparameter Importance, ICML 2014.
+    """
+    epoch, judged = grace_epochs(record.spec.base.recipe.epochs), list[tuple[float, dict[str, float]]]()
+    for run in record.trials:
+        at = {scale.name: scale.position(run.spec.control) for scale in dimensions(record.spec.optional)}
+        figures = run.figures_after(epoch) if run.epochs and run.epochs[-1].epoch >= epoch else None
+        if figures is not None and all(map(math.isfinite, at.values())):
+            judged.append((record.objective.value(epoch, figures), at))
+    values = sorted({value for value, _ in judged})
+    if len(judged) < MIN_TRIALS or len(values) < 2:
+        return ""
+    columns = {name: [at[name] for _, at in judged] for name in judged[0][1]}
+    ranges: dict[str, BaseDistribution] = {
+        name: FloatDistribution(min(column), max(column)) for name, column in columns.items()
+    }
+    with quiet_optuna():
+        study = optuna.create_study()
+        for value, at in judged:
+            study.add_trial(optuna.create_trial(params=at, distributions=ranges, value=float(values.index(value))))
+        shares = optuna.importance.get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
+    return (
+        f"Importance of each threshold: {', '.join(f'{name} {share:.0%}' for name, share in shares.items())} "
+        f"(functional analysis of variance of the ranks of {len(judged)} trials after epoch {epoch}). tau_low and "
+        "tau_high move together, and so do rho_low and rho_high: of such a pair read the sum."
     )
 
 
