@@ -20,5 +20,11 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    """Returns the fp32 numbers that `split` turned into these words."""
-    return ((high.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
+    """Returns the fp32 numbers that `split` turned into these words.
+
+    A high word of zero never has a negative low one. It has if zeros were written to the high words alone, as by
+    `parameter.data.zero_()`; the low word then counts as 0, for the sum would be a NaN.
+    """
+    upper, lower = high.view(torch.int16).int(), low.int()
+    lower = torch.where((upper & 0x7FFF) == 0, lower.clamp(min=0), lower)
+    return ((upper << 16) + lower).view(torch.float32)

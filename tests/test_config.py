@@ -53,7 +53,7 @@ def test_every_number_has_its_bounds():
         (BatchConfig, "step_down", "step_down", "be a multiple of granularity = 32", [16, 65]),
         (BatchConfig, "rho_low", "rho_low", "lie in [0, 1]", [BELOW_ZERO, ABOVE_ONE, INF, NAN]),
         (ControlConfig, "max_overhead", "max_overhead", "lie in (0, 1]", [0.0, ABOVE_ONE, NAN]),
-        (ControlConfig, "clip_norm", "clip_norm", "be a number > 0", [0.0, -1.0, NAN]),
+        (ControlConfig, "clip_norm", "clip_norm", "be a finite number > 0", [0.0, -1.0, NAN, INF]),
         (ControlConfig, "weights", "weights", "be one of fp32, split, auto", ["bf16", True, None]),
         (ControlConfig, "step_in_backward", "step_in_backward", "be True, False or auto", ["on", 1, None]),
     ],

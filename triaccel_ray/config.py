@@ -318,7 +318,7 @@ class ControlConfig(_Checked):
     max_overhead: float = knob(0.02, "(0, 1]")
     """Share of the training time that adaptation may take on a GPU. Curvature measurements and lower precisions wait
     until the time spent on them so far is within it. No effect if `revert_slowdowns` is off."""
-    clip_norm: float | None = knob(None, "(0, inf]")
+    clip_norm: float | None = knob(None, "(0, inf)")
     """Maximum global L2 norm of gradients; larger ones are scaled down to it. None: no clipping."""
     max_skipped_steps: int = knob(50, "[1, inf)")
     """Consecutive steps with a NaN or infinite gradient after which training ends. Such steps are always skipped."""

@@ -257,7 +257,10 @@ class ControlLoop(EpochLoop):
                 self._decide()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns everything a resumed run needs to equal an uninterrupted one."""
+        """Returns everything a resumed run needs to equal an uninterrupted one.
+
+        Model and optimizer are not copied, as in PyTorch: save the state, or `copy.deepcopy` it, before the next step.
+        """
         return {
             **super().state_dict(),
             **self._actuators.state_dict(),

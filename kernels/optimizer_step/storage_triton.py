@@ -53,6 +53,7 @@ def load_parameter(
         if companion_code == INT16:
             high = _load_word(address, offsets, length, FULL)
             low = _load_word(companion_at, offsets, length, FULL)
+            low = tl.where((high & 0x7FFF) == 0, tl.maximum(low, 0), low)
             values = ((high << 16) + low).to(tl.float32, bitcast=True)
         else:
             values = load_fp32(address, tl.float32, offsets, length, FULL, 16)

@@ -129,6 +129,11 @@ def test_parametrized_layers_train_as_under_autocast(kind: str, level: Precision
     torch.testing.assert_close(outputs, expected)
     outputs.float().square().sum().backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+    first, last = find_layers(model)
+    precision.set({first.name: FP32, last.name: BF16})
+    with precision.in_force():
+        hidden = model[0](VECTORS.view(3, 8))
+        assert (hidden.dtype, model[2](hidden).dtype) == (torch.float32, torch.bfloat16)
 
 
 def test_a_pytorch_without_onednn_has_no_low_precision_on_a_cpu() -> None:

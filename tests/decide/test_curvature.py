@@ -6,7 +6,7 @@ from tests.decide.build import BF16, observation_of, plan_of
 from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.decide import LayerState
 from triaccel_ray.decide.curvature import lr_scale, remember_curvature, smooth_eigenvalues, smooth_noise
-from triaccel_ray.records.plan import ReasonCode
+from triaccel_ray.records.plan import Fault, FaultKind, ReasonCode
 from triaccel_ray.records.signals import LayerSignal, NoiseSignal
 
 
@@ -113,3 +113,16 @@ def test_a_layer_is_held_above_tau_curv_and_released_at_it(largest, held_before,
     assert all((reason.subject, reason.value, reason.threshold) == ("conv", largest, 5.0) for reason in reasons)
     for nothing in (None, ()):
         assert remember(config, before, nothing) == (before, [])
+
+
+def test_layers_are_released_when_curvature_is_measured_no_more():
+    config, before = (
+        CurvatureConfig(tau_curv=5.0, alpha=0.1),
+        LayerState(by_variance=BF16, eigenvalues=(9.0,), held=True),
+    )
+    off = Fault(kind=FaultKind.CURVATURE_OFF, step=9, phase="curvature")
+    observation = observation_of(plan_of(), LayerSignal(name="conv"), faults=(off,))
+    layers, (reason,) = remember_curvature(config, observation, {"conv": before})
+    assert (layers["conv"].held, lr_scale(config, layers["conv"])) == (False, 1.0)
+    assert (reason.code, reason.subject) == (ReasonCode.CURVATURE_RELEASED, "conv")
+    assert remember_curvature(config, observation, layers) == (layers, [])

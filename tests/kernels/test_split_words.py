@@ -41,6 +41,13 @@ def test_nan_stays_nan_and_nothing_that_computes_becomes_a_number() -> None:
     assert not high.isfinite().any()
 
 
+def test_zeros_that_were_written_to_high_words_alone_are_no_nan() -> None:
+    _, low = split(numbers(EDGES))
+    zeros = torch.zeros(len(low), dtype=torch.bfloat16)
+    assert join(zeros, low).abs().max() < 1e-40
+    assert join(-zeros, low).abs().max() < 1e-40
+
+
 def into_words(model: Model) -> int:
     """Has the model step words in place of some parameters; returns of how many."""
     num_words = 0

@@ -52,6 +52,7 @@ OTHER = (torch.randn(64, 9), torch.zeros(64, dtype=torch.int64))
 NOBODY = ControlConfig(precision=PrecisionConfig(initial_layers={"nobody": Precision.BF16}))
 SPARSE = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4))
 COMPLEX = nn.ParameterList([torch.ones(2, 2, dtype=torch.complex64)])
+MODEL = mlp()
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no module": ({"model": "resnet18"}, TypeError, "model = 'resnet18': must be a torch.nn.Module"),
     "all frozen": ({"model": mlp().requires_grad_(False)}, ValueError, "has no trainable weight.*requires_grad"),
@@ -64,6 +65,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no outputs": ({"model": Silent()}, TypeError, "Silent returned None.*must return the outputs"),
     "an optimizer's class": ({"optimizer": torch.optim.SGD}, TypeError, "optimizer = <class .*: must be a torch.opt"),
     "another's optimizer": ({"optimizer": torch.optim.SGD(mlp().parameters())}, ValueError, "updates no layer of this"),
+    "the loss's parameters": (
+        {"model": MODEL, "optimizer": torch.optim.SGD([*MODEL.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)},
+        ValueError, "updates 1 parameters that are not the model's: make what owns them, such as the loss, a part",
+    ),
     "a closure": ({"optimizer": torch.optim.LBFGS(mlp().parameters())}, ValueError, "LBFGS needs a closure"),
     "other inputs": ({"data": OTHER}, UserCodeError, r"Sequential raised RuntimeError.*mat1 .*inputs float32 \(2, 9\)"),
     "vector loss": (

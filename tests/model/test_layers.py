@@ -38,6 +38,8 @@ def test_what_is_a_layer_and_what_is_none() -> None:
     assert names(frozen) == ["1"]
     assert names(WithToken()) == ["project"]
     assert names(nn.Sequential(nn.Conv2d(1, 2, 1), nn.LayerNorm([2, 4, 4]))) == ["0"]
+    (normed,) = find_layers(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
+    assert (normed.name, type(normed.modules[0]).__name__, normed.num_elements) == ("model", "ParametrizedLinear", 8)
     (layer,) = find_layers(tied)
     assert (layer.name, layer.modules, layer.num_elements) == ("embed", (tied["embed"], tied["out"]), 15)
     attention, _ = find_layers(nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 1)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from triaccel_ray.kernels.multi_tensor import have_equal_dense_strides
 from triaccel_ray.model.gradients import has_hooks
@@ -163,13 +164,15 @@ def _state(parameter: Tensor) -> tuple[Any, ...]:
 def parameters_of_one(layers: Sequence[Layer], updated: Iterable[nn.Parameter]) -> dict[str, list[nn.Parameter]]:
     """Returns, by layer name, the FP32 parameters of `updated` that belong to that layer alone.
 
-    Excludes those of norms, and weights that an embedding looks up: autocast leaves embeddings in FP32.
+    Excludes those of norms and parametrizations, which compute in FP32, and weights that an embedding looks up:
+    autocast leaves embeddings in FP32.
     """
     found: dict[str, list[nn.Parameter]] = {}
     looked_up: set[int] = set()
+    apart = (NORMS, ParametrizationList)
     for layer in layers:
         parts = [part for module in layer.modules for part in module.modules()]
-        own = [p for part in parts if not isinstance(part, NORMS) for p in part.parameters(recurse=False)]
+        own = [p for part in parts if not isinstance(part, apart) for p in part.parameters(recurse=False)]
         found[layer.name] = list(dict.fromkeys(own))
         looked_up.update(id(part.weight) for part in parts if isinstance(part, nn.Embedding | nn.EmbeddingBag))
     owners = Counter(id(p) for own in found.values() for p in own)

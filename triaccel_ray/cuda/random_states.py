@@ -26,12 +26,12 @@ def random_states(*, cuda: bool = True) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Restores what `random_states` returned."""
+    """Restores what `random_states` returned, perhaps in a process that sees fewer GPUs."""
     torch.set_rng_state(states["torch"])
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     if states["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
     if "numpy" in states:
         import numpy as np
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from triaccel_ray.config import CurvatureConfig
-from triaccel_ray.records.plan import Reason, ReasonCode
+from triaccel_ray.records.plan import FaultKind, Reason, ReasonCode
 from triaccel_ray.records.signals import NoiseSignal, Observation
 from triaccel_ray.records.state import LayerState
 
@@ -23,10 +23,18 @@ def remember_curvature(
     """Returns the layers' states after this tick's measurement, and a reason for each newly held or released (rule 5).
 
     A layer is held one precision higher while the eigenvalue that also scales its learning rate exceeds tau_curv. Only
-    a measurement can release it, so that its precision does not oscillate between two measurements.
+    a measurement can release it, so that its precision does not oscillate between two measurements. If curvature is
+    measured no more, all layers are released, and their learning rates return.
     """
     updated: dict[str, LayerState] = {}
     reasons: list[Reason] = []
+    if any(fault.kind is FaultKind.CURVATURE_OFF for fault in observation.faults):
+        for name, state in layers.items():
+            updated[name] = replace(state, eigenvalues=None, measured_once=False, held=False)
+            if state.eigenvalues is not None:
+                text = "curvature is measured no more: neither its precision nor its learning rate follows it"
+                reasons.append(Reason(code=ReasonCode.CURVATURE_RELEASED, subject=name, text=text))
+        return updated, reasons
     for signal in observation.layers:
         state = layers[signal.name]
         if not config.enabled or not signal.eigenvalues:

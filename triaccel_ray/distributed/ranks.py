@@ -164,13 +164,15 @@ class Ranks:
         if self.is_alone:
             return found.copy_(tensor)
         as_bytes = found.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)  # any dtype
-        dist.all_gather_into_tensor(*as_bytes, group=self._group)
+        with self._naming_lost_ranks_on_hosts():
+            dist.all_gather_into_tensor(*as_bytes, group=self._group)
         return found
 
     def broadcast_from(self, rank: int, tensor: Tensor) -> None:
         """Writes one rank's contiguous tensor on the device to that of every other rank."""
         if not self.is_alone:
-            dist.broadcast(tensor, src=rank, group=self._group)
+            with self._naming_lost_ranks_on_hosts():
+                dist.broadcast(tensor, src=rank, group=self._group)
 
     def start_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
         """Starts to replace each tensor, contiguous and on the device, by its sum over ranks.

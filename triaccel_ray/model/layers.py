@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
 
@@ -56,7 +57,12 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
     for name, module in model.named_modules():
         own, weights = _weights(module, recurse=False), _weights(module, recurse=True)
         is_attention = isinstance(module, nn.MultiheadAttention)
-        if module in in_attention or not own or (len(weights) > len(own) and not is_attention):
+        if (
+            module in in_attention
+            or isinstance(module, ParametrizationList)
+            or not own
+            or (len(weights) > len(own) and not is_attention)
+        ):
             continue
         if is_attention:
             in_attention.update(module.modules())
@@ -78,8 +84,13 @@ def _is_fixed(modules: Iterable[nn.Module]) -> bool:
     return is_recurrent or all(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in modules)
 
 
+def _parametrizations(module: nn.Module) -> list[ParametrizationList]:
+    """Returns what computes the module's parametrized weights, such as those of `parametrizations.weight_norm`."""
+    return [] if not is_parametrized(module) else [*module.parametrizations.values()]  # type: ignore[operator]
+
+
 def _weights(module: nn.Module, *, recurse: bool) -> list[nn.Parameter]:
-    parts = module.modules() if recurse else [module]
+    parts = module.modules() if recurse else [module, *_parametrizations(module)]
     own = [p for part in parts if not isinstance(part, NORMS) for p in part.parameters(recurse=False)]
     return list(dict.fromkeys(p for p in own if p.dim() >= 2 and p.requires_grad))
 
@@ -96,7 +107,7 @@ def require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers
     Raises:
         TypeError: `optimizer` is not a PyTorch optimizer.
         ValueError: the model is wrapped for several processes, trainable parameters are not FP32, gradients are sparse,
-            or the optimizer needs a closure or updates no layer of the model.
+            or the optimizer needs a closure, updates no layer of the model, or parameters that are not the model's.
     """
     _require_plain(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -118,6 +129,11 @@ def require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers
         raise ValueError(
             "the optimizer updates no layer of this model: build it from model.parameters(), after the model has been "
             "moved to its device"
+        )
+    if num_others := len(updated.difference(model.parameters())):
+        raise ValueError(
+            f"the optimizer updates {num_others} parameters that are not the model's: make what owns them, such as the "
+            "loss, a part of the model; only the model's gradients are zeroed, and only its parameters saved"
         )
 
 
