@@ -186,13 +186,20 @@ class Tracker:
         Name and tags are the old run's, which a user may have changed; `tags` override them, and `name` serves if the
         old run is gone. MLflow keeps a deleted run until `mlflow gc`.
         """
+        from mlflow.exceptions import MlflowException
+
         new_tags, old = {**tags, "replaces": run_id}, self.find_run(run_id)
         if old is None:
             return name, new_tags
         if old.info.lifecycle_stage == "active":
             self.client.set_tag(run_id, SUPERSEDED_TAG, "cut off by an interruption; the run of this name goes on")
             self.client.set_tag(run_id, RUN_KEY_TAG, f"{old.data.tags.get(RUN_KEY_TAG)} superseded")
-            self.client.delete_run(run_id)
+            try:
+                self.client.delete_run(run_id)
+            except MlflowException as error:
+                if error.error_code != "PERMISSION_DENIED":
+                    raise
+                self.client.set_terminated(run_id, "KILLED")  # stays visible, marked by its tag
         kept = {tag: value for tag, value in old.data.tags.items() if tag not in _TAGS_OF_ONE_ATTEMPT}
         return str(old.info.run_name), {**kept, **new_tags}
 
