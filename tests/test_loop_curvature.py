@@ -148,13 +148,12 @@ def test_a_later_error_switches_curvature_off_also_for_a_resumed_run() -> None:
     loop, ticks = loop_of(model, blobs(240))
     for _ in range(9):
         loop.step()
-    measured = loop.state.layers["0.0"].eigenvalues
-    assert measured is not None
+    assert loop.state.layers["0.0"].eigenvalues is not None
     model[1].is_broken = True
     loop.train_epoch()
     state = loop.state_dict()
     assert curvature_faults(ticks) == [(FaultKind.CURVATURE_OFF, 16, "fisher cannot be measured: shapes do not match")]
-    assert loop.state.layers["0.0"].eigenvalues == measured
+    assert loop.state.layers["0.0"].eigenvalues is None
     loop.close()
     resumed, later = loop_of(nn.Sequential(mlp(), Moody(RuntimeError("not asked"))), blobs(240))
     resumed.model[1].is_broken = False
