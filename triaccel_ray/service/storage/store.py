@@ -144,7 +144,7 @@ def _open(uri: str) -> tuple[Any, str]:
     from pyarrow import fs
 
     with _explained(uri, STORE_RULE):
-        filesystem, path = fs.FileSystem.from_uri(uri)
+        filesystem, path = fs.FileSystem.from_uri(_in_one_request(uri))
         path = path.rstrip("/")
         if not path:
             raise ValueError("names no folder")
@@ -167,6 +167,13 @@ def _explained(uri: str, way_out: str, *, is_remote_disk: bool = True) -> Iterat
         if is_disk_full(error) and not is_remote_disk:
             raise
         raise StoreError(f"storage path = {uri!r}: {first_line(error)[:300]}; {way_out}") from error
+
+
+def _in_one_request(uri: str) -> str:
+    """Returns the URI with the option that writes small files to S3 in one request; a multipart upload takes three."""
+    if not uri.startswith("s3://") or "allow_delayed_open=" in uri:
+        return uri
+    return f"{uri}{'&' if '?' in uri else '?'}allow_delayed_open=true"
 
 
 def _copy(source: BinaryIO, stream: Any, num_bytes: int) -> None:
