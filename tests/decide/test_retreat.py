@@ -107,6 +107,13 @@ def test_a_batch_that_recomputation_makes_fit_keeps_its_size(config, passed, par
     assert "->" not in decision.reasons[0].text
 
 
+def test_the_reason_says_what_failed_and_what_passed():
+    assert retreated(96, out_of_memory(96, 12)).reasons[0].text == (
+        "out_of_memory in forward_backward at batch 96, 12 at once passed: 96 -> 32 in 3 parts"
+    )
+    assert retreated(96, apply_failed(128)).reasons[0].text == "apply_failed in apply at batch 128: the batch stays"
+
+
 @given(batch_configs(), st.data())
 def test_a_retreat_shrinks_onto_the_ladder_and_passes_no_more_at_once_than_passed_before(config, data):
     size = data.draw(st.sampled_from(ladder(config)))

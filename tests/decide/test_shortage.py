@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from tests.decide.build import codes, observation_of, out_of_memory, plan_of
 from tests.decide.memory_device import MIB, REGIONS, SMALL, Device, Run, device_of
 from triaccel_ray.decide import decide
-from triaccel_ray.decide.calibration import budget_bytes, compare, forget_shortage, measure
+from triaccel_ray.decide.calibration import budget_bytes, compare, forget_shortage, measure, remember_plan
 from triaccel_ray.decide.memory import RECOMPUTE, modelled_bytes
 from triaccel_ray.decide.throughput import Judgement
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.plan import Fault, FaultKind, Plan, ReasonCode
 from triaccel_ray.records.signals import MemoryProfile, MemorySignal, RegionSignal
-from triaccel_ray.records.state import MemoryState, PeakReading, Stored, ThroughputState
+from triaccel_ray.records.state import MemoryState, PassTiming, PeakReading, Stored, ThroughputState
 
 RESNET = MemoryProfile(
     regions=tuple(
@@ -183,6 +183,18 @@ def test_a_plan_with_more_micro_batches_says_nothing_of_the_one_that_failed(part
     state, _ = compare(observation_of(plan, memory=memory, step_ms=10.0, profile=RESNET), before)
     assert (state.failed is None) == is_over
     assert (state.times_short, state.times_failed) == ((0, 0) if is_over else (1, 2))
+
+
+def test_the_cost_of_a_micro_batch_is_remembered_after_a_plan_that_was_not_timed():
+    observation = observation_of(plan_of(64, 4), memory=memory_of(1000, 500), step_ms=40.0)
+    judged = Judgement(state=ThroughputState())
+    for number, expected in ((1, (40.0 - 25.0) / 3), (4, 2.0)):
+        timing = PassTiming(batch_size=64, num_micro_batches=number, ms=25.0)
+        state = MemoryState(other_timing=timing, pass_ms=2.0)
+        assert measure(observation, RESNET, judged, state).pass_ms == expected
+        after = remember_plan(observation, judged, plan_of(64, 2), state)
+        assert (after.pass_ms, after.other_timing.num_micro_batches) == (expected, 4)
+        assert remember_plan(observation, judged, plan_of(32, 2), state).pass_ms == 0.0
 
 
 def test_the_cost_of_a_new_plan_is_that_of_the_last_one():

@@ -51,6 +51,15 @@ def test_a_plan_that_is_as_predicted_is_not_reported():
     assert any("peak" in text for text in reasons_of(wrong, ReasonCode.MEMORY_MISPREDICTED))
 
 
+def test_storage_returns_to_keep_once_memory_does():
+    run = Run(device=SMALL)
+    run.ticks(10)
+    run.device = Device()
+    run.ticks(20)
+    assert (run.plan.storage, run.plan.num_micro_batches) == ({}, 1)
+    assert run.num_failures == 1
+
+
 def test_a_neighbour_that_takes_memory_makes_the_plan_smaller_before_it_fails():
     run = Run(device=replace(SMALL, total_bytes=2200 * MIB))
     run.ticks(10)

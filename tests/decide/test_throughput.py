@@ -265,6 +265,15 @@ def test_a_batch_grows_no_further_than_its_memory_is_expected_to():
     assert loop.sizes(1) == [192, 256]
 
 
+def test_step_times_of_other_precisions_are_not_compared():
+    loop = Graphs(fixed=1.0, price=100.0)
+    loop.run(4)
+    assert loop.state.throughput.other_timing is not None
+    loop.layer, loop.cost = HIGH, lambda plan: None
+    assert loop.tick().plan.precision["conv"] is FP32
+    assert loop.state.throughput.other_timing is None
+
+
 def test_a_growth_that_could_not_be_applied_is_no_timing():
     loop = Graphs(fixed=1.0, price=100.0)
     for tick in range(60):
