@@ -3,9 +3,10 @@
     python -m benchmarks.many_gpus --gpus 2 --models resnet18 gpt_350m
 
 Methods:
-    ddp     BF16 `torch.autocast`, `DistributedDataParallel` with `gradient_as_bucket_view`, `torch.compile` around it
-    loop    the control loop with a batch of fixed size
-    bare    loop, without ticks, curvature and changes of precision
+    ddp      BF16 `torch.autocast`, `DistributedDataParallel` with `gradient_as_bucket_view`, `torch.compile` around it
+    loop     the control loop with a batch of fixed size
+    bare     loop, without ticks, curvature and changes of precision
+    sharded  bare, with the optimizer's state shared by the GPUs
 
 Each GPU has the batch of `benchmarks.jobs.SIZES`. Each figure is the mean of 5 stretches of steps, with the slowest and
 the fastest. If weights differ at the end, it fails.

@@ -92,6 +92,14 @@ def draw() -> list[float]:
     return [torch.rand(()).item(), random.random(), random.gauss(0.0, 1.0), np.random.rand(), np.random.randn()]
 
 
+@pytest.mark.gpu
+def test_random_states_are_restored_where_fewer_gpus_are_seen() -> None:
+    states = random_states()
+    drawn = torch.rand(3, device="cuda")
+    set_random_states({**states, "cuda": [*states["cuda"], *states["cuda"]]})
+    assert torch.equal(torch.rand(3, device="cuda"), drawn)
+
+
 def test_random_states_survive_a_checkpoint(tmp_path: Path) -> None:
     draw()  # leaves Python and NumPy with the second half of a pair of normal numbers
     save_checkpoint(tmp_path / "random", random_states())

@@ -39,8 +39,8 @@ def rich_table(grid: Grid, *, to: Console | None = None) -> Table:
         table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left", caption_justify="left")
         for index, name in enumerate(grid.header):
             if name not in left_out:
-                has_numbers = index > 0 and any(row[index].lstrip("+-")[:1].isdigit() for row in grid.rows)
-                table.add_column(name, justify="right" if has_numbers else "left", no_wrap=True)
+                is_right = index > 0 and grid.has_numbers(index)
+                table.add_column(name, justify="right" if is_right else "left", no_wrap=True)
         for row in grid.rows:
             table.add_row(*(cell for name, cell in zip(grid.header, row, strict=True) if name not in left_out))
         if terminal.measure(table, options=terminal.options.update_width(10_000)).maximum <= terminal.width:

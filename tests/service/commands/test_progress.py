@@ -129,3 +129,9 @@ def test_a_narrow_terminal_goes_without_columns(monkeypatch: pytest.MonkeyPatch,
     table = rich_table(Grid(header=header, rows=[("a", "b", "c")], droppable=("second", "third")))
     assert [column.header for column in table.columns] == [name for name in header if name not in left_out]
     assert table.caption == (f"left out for want of width: {left_out}; the page has them" if left_out else None)
+
+
+def test_columns_of_numbers_alone_are_on_the_right() -> None:
+    rows = [("a", "1,635", "90.1 ± 0.2", "", "12 steps were skipped"), ("b", "inf", "-3 *", "", "the batch grows")]
+    table = rich_table(Grid(header=("run", "samples/s", "accuracy", "note", "reason"), rows=rows))
+    assert [column.justify for column in table.columns] == ["left", "right", "right", "left", "left"]

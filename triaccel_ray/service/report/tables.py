@@ -41,6 +41,11 @@ class Grid:
     droppable: Sequence[str] = ()
     """Columns that a narrow terminal drops, the first one first."""
 
+    def has_numbers(self, index: int) -> bool:
+        """Returns whether all cells of a column that are not empty are numbers, and there are some."""
+        found = [value for row in self.rows for _, value in _values((row[index],), ("",)) if value is not None]
+        return bool(found) and not any(isinstance(value, str) for value in found)
+
     def as_dicts(self) -> list[dict[str, Any]]:
         """Returns the rows as dictionaries by heading, with numbers parsed and empty cells as None.
 

@@ -95,23 +95,40 @@ def _new_loop(
     loss: Loss,
     samples: DataSource,
     *,
+    seed: int = 0,
     on_tick: Callable[[Tick], None] | None = None,
-    **options: Any,
+    memory_budget: int | None = None,
+    memory_headroom: int | None = None,
 ) -> ControlLoop | BaselineLoop:
-    """Returns the loop of the run's method; `options` are those that both kinds of loop have: seed and memory."""
-    parts, schedule = (model, optimizer, loss, samples), spec.recipe.lr_factor
+    """Returns the loop of the run's method."""
     if not spec.is_baseline:
-        epochs = spec.recipe.epochs
-        return ControlLoop(*parts, config=control, schedule=schedule, epochs=epochs, on_tick=on_tick, **options)
+        return ControlLoop(
+            model,
+            optimizer,
+            loss,
+            samples,
+            config=control,
+            schedule=spec.recipe.lr_factor,
+            memory_budget=memory_budget,
+            memory_headroom=memory_headroom,
+            epochs=spec.recipe.epochs,
+            seed=seed,
+            on_tick=on_tick,
+        )
     return BaselineLoop(
-        *parts,
+        model,
+        optimizer,
+        loss,
+        samples,
         method=cast(Baseline, spec.method),
         batch_size=control.batch.start,
         amp=spec.recipe.amp,
-        schedule=schedule,
+        schedule=spec.recipe.lr_factor,
         accumulate=control.batch.accumulate,
         clip_norm=control.clip_norm,
-        **options,
+        memory_budget=memory_budget,
+        memory_headroom=memory_headroom,
+        seed=seed,
     )
 
 
