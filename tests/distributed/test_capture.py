@@ -16,7 +16,7 @@ from tests.distributed.training import Unsteady, assert_close, fixed, listed, tr
 from tests.distributed.worker_pool import WorkerPool
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.reduce import Reduction, SharedGradients
-from triaccel_ray.apply.weights import ComputeCopies
+from triaccel_ray.apply.weights import ComputeCopies, Weights
 from triaccel_ray.cuda.graphs import Graph
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.loop import ControlLoop
@@ -119,15 +119,19 @@ def test_a_captured_step_sends_gradients_during_the_backward_pass(workers: Worke
         assert_close(each["weights"], alone["weights"])
 
 
-def summed_copies(rank: int) -> list[list[float]]:
-    """Gradients of a model with low-precision copies of its weights: of this rank, summed after and during the pass."""
+def summed(rank: int, has_copies: bool) -> list[list[float]]:
+    """Gradients of a model in BF16 and FP32: of this rank, and their sums sent after and during the pass."""
     model = mlp()
     layers = find_layers(model)
-    weights = ComputeCopies(layers, model.parameters())
-    precision = LayerPrecision(model, layers, weights=weights)
-    precision.set({layer.name: BF16 if index else FP32 for index, layer in enumerate(layers)})
     parameters = list(model.parameters())
-    gradients = SharedGradients(Reduction(parameters, parameters, Ranks.found()))
+    weights = ComputeCopies(layers, parameters) if has_copies else Weights()
+    precision = LayerPrecision(model, layers, weights=weights)
+    dtypes = [torch.float32, torch.bfloat16, torch.float32]
+    precision.set(
+        {layer.name: BF16 if dtype is torch.bfloat16 else FP32 for layer, dtype in zip(layers, dtypes, strict=True)}
+    )
+    of_parameters = [dtype for dtype in dtypes for _ in ("weight", "bias")]
+    gradients = SharedGradients(Reduction(parameters, parameters, Ranks.found(), lambda: of_parameters))
     inputs, targets = blobs(8, seed=rank)
     found = []
     for publishes in (True, False):
@@ -143,14 +147,15 @@ def summed_copies(rank: int) -> list[list[float]]:
             own = [gradient_of(p, weights.in_force.get(id(p)), None).float().flatten() for p in parameters]
             found.append(torch.cat(own).tolist())
         gradients.collect(weights.in_force)
-        assert {tensor.dtype for tensor in gradients.tensors} == {torch.bfloat16, torch.float32}
+        assert [tensor.dtype for tensor in gradients.tensors] == of_parameters
         found.append(torch.cat([tensor.float().flatten() for tensor in gradients.tensors]).tolist())
     precision.remove()
     return found
 
 
-def test_gradients_of_low_precision_copies_are_summed_in_their_dtype(workers: WorkerPool) -> None:
-    (own, after, during), (others, *same) = workers.run(2, summed_copies)
+@pytest.mark.parametrize("has_copies", [True, False])
+def test_gradients_of_layers_in_16_bits_are_summed_in_their_dtype(workers: WorkerPool, has_copies: bool) -> None:
+    (own, after, during), (others, *same) = workers.run(2, summed, has_copies)
     assert after == during
     assert [after, during] == same
     torch.testing.assert_close(torch.tensor(after), torch.tensor(own) + torch.tensor(others), rtol=1e-2, atol=1e-4)

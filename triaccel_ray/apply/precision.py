@@ -145,6 +145,11 @@ class LayerPrecision:
         self._autocast_dtype = max((torch.bfloat16, torch.float16), key=low.count) if low else None
 
     @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Name of a layer -> the dtype that it computes in."""
+        return self._dtypes
+
+    @property
     def key(self) -> tuple[torch.dtype, ...]:
         """The layers' present dtypes, in the model's order; a captured step is valid for one key only."""
         return tuple(self._dtypes.values())

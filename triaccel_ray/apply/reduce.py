@@ -2,8 +2,9 @@
 
 Each rank weights its samples' losses by their share of the global batch, so the sum over ranks is the mean gradient.
 As in `DistributedDataParallel` (Li et al. 2020), buckets are sent in one order on all ranks, each once its gradients
-have arrived. Two things differ. The collectives are part of the captured graph. And an eager pass may run out of memory
-on one rank, so its gradients are sent once all ranks have completed it.
+have arrived. Three things differ. The collectives are part of the captured graph. An eager pass may run out of memory
+on one rank, so its gradients are sent once all ranks have completed it. And a layer in 16 bits sends 16 bits, also if
+autocast has cast its gradients to FP32: communication slows down the kernels beside it.
 """
 
 from __future__ import annotations
@@ -20,30 +21,36 @@ from triaccel_ray.apply.agreement import NotCapturableError
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.model.gradients import Gradients, gradient_of
 
-BUCKET_BYTES = 25 * 2**20
-"""Bytes of FP32 gradients that are sent together, as in `DistributedDataParallel`."""
+BUCKET_ELEMENTS = 25 * 2**18
+"""Gradients that are sent together: 25 MiB in FP32, as in `DistributedDataParallel`."""
 LARGE_BYTES = 8 * 2**20
-"""Gradients of at least this size are summed where they are; smaller ones are copied into one message."""
+"""Gradients of at least this size, sent in the dtype that they have, are summed where they are. Others are copied into
+one message."""
 _ALIGNMENT_BYTES = 16
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _Copies = Mapping[int, Tensor]
 """Id of a parameter -> the tensor beside it, which has the gradient if it requires one (`Weights.in_force`)."""
+Dtypes = Callable[[], Sequence[torch.dtype | None]]
+"""Returns the dtype that each parameter's layer computes in now; None for a parameter of no layer, or of several."""
 
 
 class Reduction:
     """Sums one step's gradients over ranks, in buckets, and knows which parameters get any.
 
     A parameter has a gradient if it has one on any rank. A rank whose samples do not reach it, or that has none, adds
-    zero. If dtypes differ, the sum has the one of most digits. After each eager pass, ranks exchange which gradients
-    they have. A captured pass overlaps communication if an eager pass of the same precisions has shown what to expect.
+    zero. If dtypes differ, the sum has the one of most digits. Gradients of one pass are sent in their layer's dtype;
+    sums over micro-batches, which have more digits, in FP32. After each eager pass, ranks exchange which gradients they
+    have. A captured pass overlaps communication if an eager pass of the same precisions has shown what to expect.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], order: Sequence[nn.Parameter], ranks: Ranks) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], order: Sequence[nn.Parameter], ranks: Ranks, dtypes: Dtypes
+    ) -> None:
         """Groups `parameters` into buckets; `order` is that of the forward pass, as far as it is known."""
-        self.parameters, self._ranks = tuple(parameters), ranks
+        self.parameters, self._ranks, self._dtypes = tuple(parameters), ranks, dtypes
         self._buckets = _buckets_of(self.parameters, order)
         self._expected: dict[Any, list[int]] = {}
-        """Dtypes of the tensors beside the parameters -> code of each gradient's dtype, 0 for none."""
+        """Dtypes of the layers and of the tensors beside the parameters -> code of the dtype sent, 0 for none."""
         self._key: Any = None
         self._pass: _Pass | None = None
         self._is_capturing = self._is_irregular = False
@@ -63,10 +70,11 @@ class Reduction:
         if not is_whole:
             yield
             return
-        self._key = tuple(None if (copy := copies.get(id(p))) is None else copy.dtype for p in self.parameters)
+        beside = tuple(None if (copy := copies.get(id(p))) is None else copy.dtype for p in self.parameters)
+        self._key = tuple(self._dtypes()), beside
         expected = self._expected.get(self._key) if self._is_capturing else None
         if expected is not None:
-            self._pass = _Pass(self.parameters, self._buckets, expected, copies, self._ranks)
+            self._pass = _Pass(self, expected, copies)
         hooks: list[Any] = []
         arrived: set[int] = set()
 
@@ -93,38 +101,55 @@ class Reduction:
         Raises:
             NotCapturableError: on any rank, gradients have not arrived as expected in a pass that overlaps.
         """
-        codes = [0 if tensor is None else 1 + _DTYPES.index(tensor.dtype) for tensor in tensors]
-        is_irregular = self._is_irregular or any(_in_two_places(p, copies.get(id(p))) for p in self.parameters)
         current, self._pass = self._pass, None
+        codes = self.codes_of(tensors)
+        if current is not None:
+            current.send_rest()
+            codes = [sent or code for sent, code in zip(current.codes, codes, strict=True)]
+        is_irregular = self._is_irregular or any(_in_two_places(p, copies.get(id(p))) for p in self.parameters)
         *agreed, irregular = self._ranks.maximum([*codes, int(is_irregular)])
         if current is not None:
             if irregular or agreed != current.expected:
                 self._expected.clear()
                 raise NotCapturableError("gradients have arrived otherwise than in the step before, on some rank")
-            return current.finish()
+            return current.sums()
         if self._key is not None and not irregular:
             self._expected[self._key] = agreed
-        indices = [index for index, code in enumerate(agreed) if code]
-        own = [_with_dtype(self.parameters[index], tensors[index], agreed[index]) for index in indices]
         found: list[Tensor | None] = [None] * len(tensors)
-        for index, total in zip(indices, start_sum(own, self._ranks)(), strict=True):
+        indices = [index for index, code in enumerate(agreed) if code]
+        for index, total in zip(indices, self.start_sum(indices, tensors, agreed)(), strict=True):
             found[index] = total
         return found
 
+    def codes_of(self, tensors: Sequence[Tensor | None]) -> list[int]:
+        """Returns the code of the dtype in which each gradient, by parameter, is to be sent; 0 for None."""
+        layer_dtypes = [None] * len(tensors) if self._key is None else self._key[0]
+        return [
+            0 if tensor is None else 1 + _DTYPES.index(_dtype_of(tensor, layer_dtype))
+            for tensor, layer_dtype in zip(tensors, layer_dtypes, strict=True)
+        ]
+
+    def start_sum(
+        self, indices: Sequence[int], tensors: Sequence[Tensor | None], codes: Sequence[int]
+    ) -> Callable[[], list[Tensor]]:
+        """Starts to sum the gradients of these parameters, as `start_sum`; zeros stand for those that are None."""
+        own, dtypes = [], []
+        for index in indices:
+            tensor, dtype = tensors[index], _DTYPES[codes[index] - 1]
+            zeros = partial(torch.zeros_like, self.parameters[index], dtype=dtype, requires_grad=False)
+            own.append(zeros() if tensor is None else tensor)
+            dtypes.append(dtype)
+        return start_sum(own, dtypes, self._ranks)
+
 
 class _Pass:
-    """One backward pass, during which buckets are sent."""
+    """One captured backward pass, during which buckets are sent."""
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        buckets: Sequence[Sequence[int]],
-        expected: list[int],
-        copies: _Copies,
-        ranks: Ranks,
-    ) -> None:
-        self._parameters, self.expected, self._copies, self._ranks = parameters, expected, copies, ranks
-        self._buckets = [[index for index in bucket if expected[index]] for bucket in buckets]
+    def __init__(self, reduction: Reduction, expected: list[int], copies: _Copies) -> None:
+        self._reduction, self.expected, self._copies = reduction, expected, copies
+        self.codes = [0] * len(expected)
+        """Code of each gradient that was there when its bucket was sent, else 0."""
+        self._buckets = [[index for index in bucket if expected[index]] for bucket in reduction._buckets]
         self._missing = [set(bucket) for bucket in self._buckets]
         self._bucket_of = {index: place for place, bucket in enumerate(self._buckets) for index in bucket}
         self._sent: list[Callable[[], list[Tensor]]] = []
@@ -136,11 +161,14 @@ class _Pass:
         while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
             self._send()
 
-    def finish(self) -> list[Tensor | None]:
-        """Sends the buckets that are not complete, with zeros for what is missing; returns the sums."""
+    def send_rest(self) -> None:
+        """Sends the buckets that are not complete, with zeros for what is missing."""
         while len(self._sent) < len(self._buckets):
             self._send()
-        found: list[Tensor | None] = [None] * len(self._parameters)
+
+    def sums(self) -> list[Tensor | None]:
+        """Returns the sums, for which the current stream waits."""
+        found: list[Tensor | None] = [None] * len(self.expected)
         for bucket, sums in zip(self._buckets, self._sent, strict=True):
             for index, total in zip(bucket, sums(), strict=True):
                 found[index] = total
@@ -149,12 +177,17 @@ class _Pass:
     @torch.no_grad()
     def _send(self) -> None:
         """Sends the next bucket: the order is the same on all ranks, in whichever order gradients arrive."""
-        own = []
-        for index in self._buckets[len(self._sent)]:
-            parameter = self._parameters[index]
-            gradient = gradient_of(parameter, self._copies.get(id(parameter)), None)
-            own.append(_with_dtype(parameter, gradient, self.expected[index]))
-        self._sent.append(start_sum(own, self._ranks))
+        indices, parameters = self._buckets[len(self._sent)], self._reduction.parameters
+        own: list[Tensor | None] = [None] * len(parameters)
+        for index in indices:
+            own[index] = gradient_of(parameters[index], self._copies.get(id(parameters[index])), None)
+        for index, code in enumerate(self._reduction.codes_of(own)):
+            self.codes[index] = self.codes[index] or code
+        self._sent.append(self._reduction.start_sum(indices, own, self.expected))
+        for index in indices:
+            gradient = parameters[index].grad
+            if gradient is not None and gradient.dtype is not _DTYPES[self.expected[index] - 1]:
+                parameters[index].grad = None  # the message has its digits, the pass may use its memory
 
 
 class SharedGradients(Gradients):
@@ -177,21 +210,23 @@ class SharedGradients(Gradients):
         self.table.point_to(self.tensors, upload=False)
 
 
-def start_sum(tensors: Sequence[Tensor], ranks: Ranks) -> Callable[[], list[Tensor]]:
+def start_sum(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], ranks: Ranks) -> Callable[[], list[Tensor]]:
     """Starts to sum dense tensors over ranks; returns a function that has the current stream wait, and the sums.
 
-    Large tensors become their own sums. Small ones of a dtype are copied into one message, and their sums lie there.
+    Large tensors of the wanted dtype become their own sums. Others are copied into one message for each dtype, and
+    their sums lie there.
     """
     flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]  # memory order: equal on all ranks
-    small: dict[torch.dtype, list[int]] = {}
-    for index, each in enumerate(flat):
-        if each.nbytes < LARGE_BYTES:
-            small.setdefault(each.dtype, []).append(index)
-    messages = [each for each in flat if each.nbytes >= LARGE_BYTES]
-    sums = list(tensors)
-    for indices in small.values():
-        sizes = [_padded(flat[index]) for index in indices]
-        message = flat[indices[0]].new_zeros(sum(sizes))
+    sums, messages = list(tensors), []
+    copied: dict[torch.dtype, list[int]] = {}
+    for index, (each, dtype) in enumerate(zip(flat, dtypes, strict=True)):
+        if each.dtype is dtype and each.nbytes >= LARGE_BYTES:
+            messages.append(each)
+        else:
+            copied.setdefault(dtype, []).append(index)
+    for dtype, indices in copied.items():
+        sizes = [_padded(flat[index].numel(), dtype) for index in indices]
+        message = flat[indices[0]].new_zeros(sum(sizes), dtype=dtype)
         parts = [part[: flat[i].numel()] for part, i in zip(message.split(sizes), indices, strict=True)]
         torch._foreach_copy_(parts, [flat[index] for index in indices])
         messages.append(message)
@@ -206,17 +241,16 @@ def start_sum(tensors: Sequence[Tensor], ranks: Ranks) -> Callable[[], list[Tens
     return finish
 
 
-def _padded(tensor: Tensor) -> int:
+def _padded(number: int, dtype: torch.dtype) -> int:
     """Returns the number of elements, rounded up to whole 16 bytes: kernels read so much at once."""
-    unit = _ALIGNMENT_BYTES // tensor.element_size()
-    return -(-tensor.numel() // unit) * unit
+    unit = _ALIGNMENT_BYTES // dtype.itemsize
+    return -(-number // unit) * unit
 
 
-def _with_dtype(parameter: Tensor, gradient: Tensor | None, code: int) -> Tensor:
-    dtype = _DTYPES[code - 1]
-    if gradient is None:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return gradient if gradient.dtype is dtype else gradient.to(dtype)
+def _dtype_of(gradient: Tensor, layer_dtype: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype in which a gradient is sent: that of its layer, if this has fewer digits."""
+    is_shorter = layer_dtype is not None and layer_dtype.itemsize < gradient.dtype.itemsize
+    return layer_dtype if layer_dtype is not None and is_shorter else gradient.dtype
 
 
 def _in_two_places(parameter: Tensor, copy: Tensor | None) -> bool:
@@ -234,9 +268,9 @@ def _buckets_of(parameters: Sequence[nn.Parameter], order: Sequence[nn.Parameter
     size, limit = 0, 0
     for index in sorted(range(len(parameters)), key=lambda index: -place_of.get(parameters[index], -1)):
         if not found or size >= limit:
-            limit = BUCKET_BYTES if found else BUCKET_BYTES // 25
+            limit = BUCKET_ELEMENTS if found else BUCKET_ELEMENTS // 25
             size = 0
             found.append([])
         found[-1].append(index)
-        size += 4 * parameters[index].numel()
+        size += parameters[index].numel()
     return found

@@ -24,7 +24,7 @@ from triaccel_ray.apply.reduce import Reduction, SharedGradients
 from triaccel_ray.apply.split_weights import SplitWeights
 from triaccel_ray.apply.step import MemoryBudget, Step, StepOptions
 from triaccel_ray.apply.step_in_backward import StepInBackward, buckets_of
-from triaccel_ray.apply.weights import ComputeCopies, Weights
+from triaccel_ray.apply.weights import ComputeCopies, Weights, parameters_of_one
 from triaccel_ray.config import ControlConfig, check_field, require
 from triaccel_ray.control.consensus import joined_ranks
 from triaccel_ray.control.update import TrainingUpdate
@@ -175,7 +175,7 @@ class Training:
         if buckets is not None:
             parameters = [[watched[index] for index in bucket] for bucket in buckets]
             self._stepper = StepInBackward(parameters, weights, update.begin, update.take)
-        reduction = None if self.ranks.is_alone else Reduction(watched, [*self.model.parameters()], self.ranks)
+        reduction = None if self.ranks.is_alone else self._reduction(precision)
         compilation = self._compile(host_waits) if compiles else None
         step = Step(
             self.model,
@@ -199,6 +199,17 @@ class Training:
         shared = partial(Gradients, watched) if reduction is None else partial(SharedGradients, reduction)
         new_gradients = shared if self._stepper is None else self._stepper.gradients
         return StepCache(step, update, new_gradients, self.pool, execution)
+
+    def _reduction(self, precision: LayerPrecision) -> Reduction:
+        watched = self.optimizer.watched
+        own = parameters_of_one(self.layers, watched)
+        name_of = {id(parameter): name for name, parameters in own.items() for parameter in parameters}
+        names = [name_of.get(id(parameter)) for parameter in watched]
+
+        def dtypes() -> list[torch.dtype | None]:
+            return [None if name is None else precision.dtypes[name] for name in names]
+
+        return Reduction(watched, list(self.model.parameters()), self.ranks, dtypes)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context on a stream that the steps use again: another one would keep its own workspaces."""
