@@ -159,9 +159,10 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
     if method != "loop":
         config = ControlConfig(
             every_steps=10**9, batch=config.batch, precision=PrecisionConfig(enabled=False),
-            curvature=CurvatureConfig(enabled=False), weights="split" if method.startswith("lean") else "fp32",
+            curvature=CurvatureConfig(enabled=False),
+            weights="split" if method.startswith("lean") or method.endswith("split") else "fp32",
             step_in_backward=method.startswith("lean"), optimizer_state="8bit" if method == "lean-8bit" else "fp32",
-            shard_optimizer=method == "sharded",
+            shard_optimizer=method.startswith("sharded"),
             execution=ExecutionConfig(activations="recompute" if method == "checkpointed" else "keep"),
         )  # fmt: skip
     data = Samples(job) if isinstance(job.inputs, dict) else (job.inputs, job.targets)

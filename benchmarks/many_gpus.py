@@ -3,10 +3,11 @@
     python -m benchmarks.many_gpus --gpus 2 --models resnet18 gpt_350m
 
 Methods:
-    ddp      BF16 `torch.autocast`, `DistributedDataParallel` with `gradient_as_bucket_view`, `torch.compile` around it
-    loop     the control loop with a batch of fixed size
-    bare     loop, without ticks, curvature and changes of precision
-    sharded  bare, with the optimizer's state shared by the GPUs
+    ddp            BF16 autocast, `DistributedDataParallel` with `gradient_as_bucket_view`, `torch.compile` around it
+    loop           the control loop with a batch of fixed size
+    bare           loop, without ticks, curvature and changes of precision
+    sharded        bare, with the optimizer's state shared by the GPUs
+    sharded-split  sharded, with weights="split"
 
 Each GPU has the batch of `benchmarks.jobs.SIZES`. Each figure is the mean of 5 stretches of steps, with the slowest and
 the fastest. If weights differ at the end, it fails.
@@ -43,7 +44,7 @@ from benchmarks.jobs import SIZES, Job, installed, job_of
 from benchmarks.processes import has_gpus, parser_of
 from triaccel_ray.measure.timing import synchronize
 
-METHODS = ("ddp", "loop", "bare", "sharded")
+METHODS = ("ddp", "loop", "bare", "sharded", "sharded-split")
 WARM_STEPS, STRETCHES = 60, 5
 GPUS_PER_HOST = 8
 PREDICTED = (4, 8, 64, 512)
@@ -176,7 +177,7 @@ def main() -> int:
         alone, together = (_figures(name, method, num_gpus, args.steps) for num_gpus in (1, args.gpus))
         failed |= not together["equal"]
         print(
-            f"{name:16} {method:5} 1 GPU {alone['rate']:9.0f}/s, {args.gpus} GPUs {together['rate']:9.0f}/s "
+            f"{name:16} {method:13} 1 GPU {alone['rate']:9.0f}/s, {args.gpus} GPUs {together['rate']:9.0f}/s "
             f"({together['range'][0]:.0f} to {together['range'][1]:.0f}): x {together['rate'] / alone['rate']:.2f}, "
             f"allocator {alone['peak']:.2f} and {together['peak']:.2f} GiB"
             + (f", {together['captured']} graphs" if "captured" in together else "")
@@ -188,7 +189,7 @@ def main() -> int:
             f"{number}: {predicted_ratio(link, alone['bytes'], steps_ms, (args.gpus, number), 1e6 * args.network):.1f}"
             for number in PREDICTED
         )
-        print(f"{'':16} {'':5} predicted: {', '.join(ratios)}", flush=True)
+        print(f"{'':16} {'':13} predicted: {', '.join(ratios)}", flush=True)
     return failed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,6 +87,31 @@ def test_all_ranks_replay_a_step_or_none_does(workers: WorkerPool, fails_on: int
         assert each["tried"] == found[0]["tried"]
         assert (each["tried"] > 1) == (fails_on is None)
         assert each["faults"] == ([] if fails_on is None else found[0]["faults"])
+
+
+def measured_on_one_rank(rank: int) -> dict[str, Any]:
+    """A run whose first capture lacks memory; then rank 0 alone captures something else, as curvature may."""
+    pool = Recorder(torch.OutOfMemoryError("CUDA out of memory (simulated)"))
+    with capturing(pool):
+        loop, _ = loop_of(mlp(seed=rank), blobs(240), replace(fixed(12), every_steps=100))
+        pool.loop = loop
+        for _ in range(4):
+            loop.step()
+        captured = [loop._training.steps.num_captured]
+        other = pool.capture(lambda: None) if rank == 0 else None
+        for _ in range(4):
+            loop.step()
+        captured.append(loop._training.steps.num_captured)
+        del other
+        loop.close()
+    return {"weights": listed(loop.model), "captured": captured}
+
+
+def test_a_graph_of_one_rank_alone_does_not_part_the_ranks(workers: WorkerPool) -> None:
+    (alone,) = workers.run(1, trained, 240, fixed(12), 8)
+    for each in workers.run(2, measured_on_one_rank):
+        assert each["captured"] == [0, 1]
+        assert_close(each["weights"], alone["weights"])
 
 
 def overlapped(rank: int) -> dict[str, Any]:

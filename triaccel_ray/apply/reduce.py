@@ -21,8 +21,8 @@ from triaccel_ray.apply.agreement import NotCapturableError
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.model.gradients import Gradients, gradient_of
 
-BUCKET_ELEMENTS = 25 * 2**18
-"""Gradients that are sent together: 25 MiB in FP32, as in `DistributedDataParallel`."""
+BUCKET_ELEMENTS = 25 * 2**19
+"""Gradients that are sent together: 25 MiB in 16 bits, as in `DistributedDataParallel`."""
 LARGE_BYTES = 8 * 2**20
 """Gradients of at least this size, sent in the dtype that they have, are summed where they are. Others are copied into
 one message."""

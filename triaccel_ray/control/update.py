@@ -67,7 +67,7 @@ class TrainingUpdate:
         """
         active = self._precision.needs_loss_scale
         scale = self._loss_scale.factor(active)
-        self._ranks.start_sum([loss_sum])()
+        wait_for_loss = self._ranks.start_sum([loss_sum])
         if isinstance(gradients, Gradients):
             found = self._moments.update(gradients, scale)
             divisor = self._divisor_of(scale, active, lambda: self._moments.norm(scale))
@@ -78,6 +78,7 @@ class TrainingUpdate:
                 self._moments.remember_norm(scale)
         if not self._optimizer.is_capturable:
             self._precision.weights.written(self._optimizer.parameters)
+        wait_for_loss()
         end_step(loss_sum, num_samples, self._loss_sums, found, self._loss_scale.state, moves_scale=active)
 
     def _divisor_of(self, scale: Tensor, active: bool, norm: Callable[[], Tensor]) -> Tensor | None:
