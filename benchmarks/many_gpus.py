@@ -100,7 +100,7 @@ def measure(rank: int, name: str, method: str, num_gpus: int, batch_size: int, n
     if num_gpus > 1:
         distributed.all_gather_object(every, sums)
     found = {"rate": sum(rates) / STRETCHES, "range": [min(rates), max(rates)], "equal": every.count(sums) == num_gpus}
-    found["bytes"] = sum(parameter.nbytes for parameter in job.model.parameters())
+    found["bytes"] = sum((4 if method == "ddp" else 2) * parameter.numel() for parameter in job.model.parameters())
     found["peak"] = torch.cuda.max_memory_allocated() / 2**30
     if loop is not None:
         found["captured"] = loop._training.steps.num_captured
@@ -145,7 +145,7 @@ def predicted_ratio(
 
     Args:
         link: what `measure_link` has found.
-        num_bytes: of all gradients.
+        num_bytes: of all gradients as they are sent: in 16 bits by the loop, in FP32 by DDP.
         steps_ms: milliseconds of a step on one GPU, and on the measured number.
         num_gpus: the measured number, and the one to predict.
         network: bytes per millisecond between hosts.
