@@ -185,3 +185,22 @@ def test_a_loop_that_fails_while_it_closes_lets_go_of_everything() -> None:
     assert all("forward" not in module.__dict__ for module in model.modules())
     assert source.is_closed
     loop_of(model, blobs(8))[0].close()  # free for another loop
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_skipped_step_does_not_spoil_running_statistics(value: float) -> None:
+    inputs, targets = blobs(240)
+    inputs[100, 3] = value
+    loop, _ = loop_of(nn.Sequential(nn.BatchNorm1d(8), mlp()), (inputs, targets), QUIET)
+    norm = loop.model[0]
+    loop.train_epoch()
+    assert loop.num_skipped == 1
+    assert loop.evaluate(blobs(60)).loss < 10.0
+    saved = loop.state_dict()["model"]["0.running_var"].clone()
+    loop.train_epoch()
+    loop.close()
+    assert loop.num_skipped == 2
+    for statistics in (saved, norm.running_mean, norm.running_var):
+        assert statistics.isfinite().all()
+    clean = inputs[torch.arange(240) != 100]
+    torch.testing.assert_close(norm.running_var, clean.var(0), rtol=0.3, atol=0.0)

@@ -174,6 +174,7 @@ class ControlLoop(EpochLoop):
 
     def _observe(self) -> None:
         """Starts reading the observation for the next decision."""
+        self._training.statistics.mend()
         scale = self.loss_scale.read(self._training.precision.needs_loss_scale)
         step, tick, epoch = self.num_steps, self.num_ticks, self.sampler.position
         self._pending.observing(self.sensors.read(self.plan, scale, step=step, tick=tick, epoch=epoch), step=step)
@@ -261,6 +262,7 @@ class ControlLoop(EpochLoop):
 
         Model and optimizer are not copied, as in PyTorch: save the state, or `copy.deepcopy` it, before the next step.
         """
+        self._training.statistics.mend()
         return {
             **super().state_dict(),
             **self._actuators.state_dict(),
@@ -275,6 +277,7 @@ class ControlLoop(EpochLoop):
             ValueError, RuntimeError: the state belongs to another model or data set.
         """
         super().load_state_dict(state)
+        self._training.statistics.keep()
         self.state = decode(ControlState, state["control"])
         self._actuators.load_state_dict(state)
         self.num_steps, self.num_ticks, self._epoch.num_steps = state["counters"]

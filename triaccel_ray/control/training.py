@@ -21,6 +21,7 @@ from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer, watched_parameters
 from triaccel_ray.apply.precision import LayerPrecision, precisions_without_benefit, supported_precisions
 from triaccel_ray.apply.reduce import Reduction, SharedGradients
+from triaccel_ray.apply.running_statistics import RunningStatistics
 from triaccel_ray.apply.split_weights import SplitWeights
 from triaccel_ray.apply.step import MemoryBudget, Step, StepOptions
 from triaccel_ray.apply.step_in_backward import StepInBackward, buckets_of
@@ -108,6 +109,7 @@ class Training:
         source = source if is_delivered else delivered(source, self.device, data_on)
         with self._on_stream(), watching_forward(model) as host_waits:
             require_working(model, loss, source)
+        self.statistics = RunningStatistics(model)
         self.sampler = Sampler(source, seed=seed, device=self.device, epochs=epochs, ranks=self.ranks)
         self.loss_scale = LossScale(config.loss_scale, self.device)
         self.memory.require_room()
@@ -141,11 +143,13 @@ class Training:
         It uses the stream of the steps: its memory is then reused, and only graphs of this stream share memory.
         """
         with self.steps.on_stream(), self.precision.suspended():
+            self.statistics.mend()
             yield
 
     def remove(self) -> None:
         """Restores the model's own forward functions and frees the graphs' memory; tries each even if one fails."""
         with contextlib.ExitStack() as stack:
+            stack.callback(self.statistics.mend)
             stack.callback(self.sampler.close)
             stack.callback(self.pool.release)
             stack.callback(self.precision.remove)
