@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ from triaccel_ray.service.report.readings import best_of, mean_and_deviation, re
 from triaccel_ray.service.report.report import View, with_page
 from triaccel_ray.service.report.tables import TO_TARGET, VIEWS_NOTE, Grid, joined, lines, result_headings
 from triaccel_ray.service.runs.methods import FIXED, METHODS
-from triaccel_ray.service.runs.objective import Figures
+from triaccel_ray.service.runs.objective import Figures, Objective
 from triaccel_ray.service.runs.record import JOULES, ONE_VIEW
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import FIGURES
@@ -73,13 +74,23 @@ def _rows(record: Comparison) -> list[dict[str, Any]]:
 
 
 def _advice(record: Comparison) -> tuple[str, str]:
-    """Returns which method of Table 1 to train with, and the command; empty while there is nothing to compare."""
+    """Returns which method of Table 1 to train with, and the command; empty while there is nothing to compare.
+
+    As in a search, a method that is worse than AMP by more than the margin does not count, however fast it is.
+    """
     results = {method: record.results(method) for method in record.spec.table_1}
-    best, num_finished = best_of(results), sum(bool(each.by_seed) for each in results.values())
+    num_finished, goal = sum(bool(each.by_seed) for each in results.values()), record.spec.base.goal
+    amp = results[REFERENCE].mean(goal.name) if REFERENCE in results else math.nan
+    objective, within = Objective(goal=goal), ""
+    if not math.isnan(amp):
+        objective = replace(objective, reference=(amp,))
+        within = f" within {objective.margin_text} of the {goal.words} of AMP"
+    rivals = {name: each for name, each in results.items() if not objective.shortfall(1, each.mean(goal.name))}
+    best = best_of(rivals)
     if not best or num_finished < min(2, len(results)):
         return "", ""
     command = repeat_command("run", record.folder / f"{best}-seed{min(results[best].by_seed)}")
-    return f"to train with {label(best)}, which has the best score:\n{command}", command
+    return f"to train with {label(best)}, which has the best score{within}:\n{command}", command
 
 
 def _results(record: Comparison, methods: Iterable[str]) -> dict[str, MethodResults]:
