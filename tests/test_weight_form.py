@@ -237,6 +237,7 @@ def test_the_signal_has_the_bytes_of_model_state_samples_and_saved_tensors() -> 
         bucket_elements=272,
         model_bytes=4 * 484,
         state_bytes=8 * 484,
+        shared_state_bytes=8 * 484,
         saved_bytes=64 * (4 * (8 + 16 + 16) + 4 * 4 + 8) + 32 * 4,  # inputs, activations, log-softmax, targets, weight
         data_bytes=40 * (4 * 8 + 8),
         headroom_bytes=TIGHT,

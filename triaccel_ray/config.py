@@ -21,7 +21,7 @@ CurvatureMethod = Literal["fisher", "ggn", "hessian"]
 LrRule = Literal["none", "sqrt", "linear", "adascale"]
 Compile = Literal["auto", "on", "off"]
 Weights = Literal["fp32", "split", "auto"]
-StepInBackward = bool | Literal["auto"]
+Switch = bool | Literal["auto"]
 OptimizerState = Literal["fp32", "8bit"]
 Activations = Literal["auto", "keep", "recompute", "offload"]
 DataPlace = Literal["device", "host"]
@@ -329,12 +329,13 @@ class ControlConfig(_Checked):
     optimizer_state: OptimizerState = "fp32"
     """How the momentum of SGD and the moments of Adam and AdamW are stored. `8bit`: as 8-bit codes, finer near zero
     and with a scale per 64, in a quarter of the memory; not exact. Only for parameters of at least 4096 elements."""
-    step_in_backward: StepInBackward = False
+    step_in_backward: Switch = False
     """Whether SGD, Adam or AdamW updates parameters as soon as their gradients exist, and then frees the gradients.
     These are clipped by the norm of the previous step; parameters updated before a NaN appears keep their update.
     `auto`: if the memory budget may not suffice otherwise, and nothing is clipped."""
-    shard_optimizer: bool = False
-    """Whether each of several ranks holds the optimizer's state of a share of the parameters (ZeRO, stage 1)."""
+    shard_optimizer: Switch = False
+    """Whether each of several ranks holds the optimizer's state of a share of the parameters (ZeRO, stage 1). `auto`:
+    if the memory budget may not suffice otherwise."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

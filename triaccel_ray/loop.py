@@ -35,8 +35,8 @@ class ControlLoop(EpochLoop):
     """Trains a model while adapting its precision, learning rate and batch size.
 
     On each rank of an initialized `torch.distributed` group, it trains data-parallel. Every method is a collective,
-    except `close` and, without `shard_optimizer`, `state_dict`. Close it before the group is destroyed: captured steps
-    hold the communicator.
+    except `close` and, with `shard_optimizer=False`, `state_dict`. Close it before the group is destroyed: captured
+    steps hold the communicator.
     """
 
     def __init__(

@@ -24,8 +24,9 @@ from triaccel_ray.records.plan import Precision, ReasonCode, WeightForm
 from triaccel_ray.records.signals import ParameterSignal
 
 OPEN = ControlConfig(weights="auto", step_in_backward="auto")
+SHARING = replace(OPEN, shard_optimizer="auto")
 PLAIN, SPLIT, BOTH = WeightForm(), WeightForm(is_split=True), WeightForm(is_split=True, steps_in_backward=True)
-IN_BACKWARD = WeightForm(steps_in_backward=True)
+IN_BACKWARD, SHARED = WeightForm(steps_in_backward=True), WeightForm(shares_optimizer=True)
 BATCHES = BatchConfig(accumulate=4)
 GPT = ParameterSignal(
     num_elements=1000,
@@ -58,10 +59,10 @@ def test_a_budget_also_holds_process_samples_parameters_and_state() -> None:
     budget = 2 * PROCESS_BYTES
     held = PROCESS_BYTES + 500 + 4000 + 8000
     limited = replace(GPT, budget_bytes=budget, headroom_bytes=None, data_bytes=500)
-    assert room_bytes(limited) == int(BUDGET_SHARE * budget) - held
-    assert room_bytes(replace(limited, headroom_bytes=1000)) == 970  # the smaller of both
-    assert room_bytes(replace(limited, budget_bytes=held)) == 0
-    assert room_bytes(replace(GPT, headroom_bytes=None)) is None
+    assert room_bytes(limited, PLAIN) == int(BUDGET_SHARE * budget) - held
+    assert room_bytes(replace(limited, shared_state_bytes=2000), SHARED) == int(BUDGET_SHARE * budget) - held + 6000
+    assert room_bytes(replace(limited, headroom_bytes=1000), PLAIN) == 970  # the smaller of both
+    assert room_bytes(replace(GPT, headroom_bytes=None), PLAIN) is None
 
 
 @pytest.mark.parametrize(
@@ -164,11 +165,34 @@ def test_a_reason_has_what_it_compares() -> None:
     assert reason.text.endswith("GiB, but it would need no less")
 
 
+def test_several_ranks_share_the_optimizer_if_split_weights_do_not_suffice() -> None:
+    held = PROCESS_BYTES + 4000 + 8000
+    alone = replace(GPT, shared_state_bytes=8000, headroom_bytes=None, budget_bytes=10**12)
+    pair = replace(alone, num_ranks=2, shared_state_bytes=4000)
+    for spare, form in ((0, PLAIN), (-1, SPLIT), (-3601, replace(SPLIT, shares_optimizer=True))):
+        budget = -(-(held + needed_bytes(GPT, PLAIN) + spare) * 100 // 97)
+        assert decide_form(SHARING, replace(pair, budget_bytes=budget))[0] == form
+    *_, reason = decide_form(SHARING, replace(pair, budget_bytes=held + 9000))[1]
+    assert reason.text.startswith("ranks share the optimizer's state: a step would need up to")
+    assert reason.value == needed_bytes(GPT, SPLIT)
+    for signal, why in (
+        (replace(alone, budget_bytes=held), "there is one rank"),
+        (replace(pair, headroom_bytes=1), "the headroom begins above it"),
+        (replace(pair, budget_bytes=None), "there is no memory budget"),
+    ):
+        form, (*_, reason) = decide_form(SHARING, signal)
+        assert not form.shares_optimizer
+        assert reason.text == f"each rank holds the optimizer's whole state: {why}"
+
+
 @pytest.mark.parametrize("weights", ["fp32", "split"])
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_without_auto_the_settings_are_the_form_and_nothing_is_said(weights: Any, in_backward: bool) -> None:
-    config = ControlConfig(weights=weights, step_in_backward=in_backward)
-    asked = WeightForm(is_split=weights == "split", steps_in_backward=in_backward)
+@pytest.mark.parametrize("shares", [False, True])
+def test_without_auto_the_settings_are_the_form_and_nothing_is_said(
+    weights: Any, in_backward: bool, shares: bool
+) -> None:
+    config = ControlConfig(weights=weights, step_in_backward=in_backward, shard_optimizer=shares)
+    asked = WeightForm(is_split=weights == "split", steps_in_backward=in_backward, shares_optimizer=shares)
     assert decide_form(config, None) == (asked, [])
     assert decide_form(config, replace(GPT, headroom_bytes=1)) == (asked, [])
     assert remember_form(config, None, None) == (None, [])
@@ -186,11 +210,13 @@ SIGNALS = st.builds(
     keeps_copies=st.booleans(),
     may_use_fp16=st.booleans(),
     num_ranks=st.integers(1, 3),
+    shared_state_bytes=st.integers(0, 10**9),
 )
 CONFIGS = st.builds(
     ControlConfig,
     weights=st.sampled_from(["fp32", "split", "auto"]),
     step_in_backward=st.sampled_from([False, True, "auto"]),
+    shard_optimizer=st.sampled_from([False, "auto"]),
     clip_norm=st.sampled_from([None, 1.0]),
     batch=st.sampled_from([BatchConfig(), BATCHES]),
 )
@@ -204,17 +230,20 @@ def test_it_stays_within_the_budget_where_any_form_does_and_a_larger_one_never_b
     name = "headroom_bytes" if is_headroom else "budget_bytes"
     limited = [replace(signal, **{name: size}) for size in sorted(sizes)]
     forms = [decide_form(config, each)[0] for each in limited]
-    reachable = {decide_form(config, replace(signal, headroom_bytes=size))[0] for size in (1, 10**13)}
-    for each, form in zip(limited, forms, strict=True):
-        room = room_bytes(each)
+    reachable = {decide_form(config, replace(signal, **{name: size}))[0] for size in (1, 10**13)}
+
+    def is_within(limited: ParameterSignal, form: WeightForm) -> bool:
+        room = room_bytes(limited, form)
         assert room is not None
-        needed = needed_bytes(signal, form)
-        assert needed <= room or all(needed_bytes(signal, other) > room for other in reachable)
+        return needed_bytes(signal, form) <= room
+
+    for each, form in zip(limited, forms, strict=True):
+        assert is_within(each, form) or not any(is_within(each, other) for other in reachable)
         if config.weights != "auto":
             assert form.is_split == (config.weights == "split")
         if config.step_in_backward != "auto":
             assert form.steps_in_backward == config.step_in_backward
-    leanness = [form.is_split + form.steps_in_backward for form in forms]
+    leanness = [form.is_split + form.steps_in_backward + form.shares_optimizer for form in forms]
     assert leanness == sorted(leanness, reverse=True)
 
 

@@ -32,7 +32,13 @@ OPTIMIZERS = {
 
 
 def stepped(
-    rank: int, name: str, config: ControlConfig, num_steps: int, state: Any = None, message_units: int = 2**24
+    rank: int,
+    name: str,
+    config: ControlConfig,
+    num_steps: int,
+    state: Any = None,
+    message_units: int = 2**24,
+    memory_budget: int | None = None,
 ) -> dict[str, Any]:
     """Weights, state and elements of state after some steps; the third step has a gradient that is not finite."""
     triaccel_ray.apply.shards.MESSAGE_UNITS = message_units
@@ -41,7 +47,8 @@ def stepped(
         inputs[5] = torch.inf  # its gradient is NaN, once an epoch
     model = wide(rank)
     optimizer = OPTIMIZERS[name](model.parameters())
-    loop = ControlLoop(model, optimizer, cross_entropy, (inputs, targets), config=config)
+    data = (inputs, targets)
+    loop = ControlLoop(model, optimizer, cross_entropy, data, config=config, memory_budget=memory_budget)
     if state is not None:
         loop.load_state_dict(copy.deepcopy(state))
     for _ in range(num_steps):
@@ -72,6 +79,17 @@ def test_a_shared_optimizer_steps_as_a_whole_one(workers: WorkerPool, name: str,
         assert each["weights"] == whole["weights"]
         assert each["held"] <= 0.55 * whole["held"]  # four equal blocks on three ranks
     assert sum(each["held"] for each in found) == whole["held"]
+
+
+@pytest.mark.parametrize(("size", "shares"), [(10**5, False), (10**9, True)])
+def test_ranks_share_an_optimizer_by_themselves_if_memory_may_not_suffice(
+    workers: WorkerPool, size: int, shares: bool
+) -> None:
+    config = fixed(size)  # predicted to take so many samples; passes as the 98 there are
+    explicit = workers.run(2, stepped, "adamw", replace(config, shard_optimizer=shares), 3)
+    chosen = workers.run(2, stepped, "adamw", replace(config, shard_optimizer="auto"), 3, None, 2**24, 4 * 2**30)
+    assert [each["weights"] for each in chosen] == [each["weights"] for each in explicit]
+    assert [each["held"] for each in chosen] == [each["held"] for each in explicit]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

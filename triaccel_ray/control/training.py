@@ -104,7 +104,7 @@ class Training:
             split=self._split_weights,
             buckets=buckets,
             in_8_bits=config.optimizer_state == "8bit",
-            ranks=self.ranks if config.shard_optimizer else None,
+            ranks=self.ranks if form.shares_optimizer else None,
         )
         source = source if is_delivered else delivered(source, self.device, data_on)
         with self._on_stream(), watching_forward(model) as host_waits:

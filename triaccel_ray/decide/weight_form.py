@@ -15,13 +15,17 @@ PROCESS_BYTES = 512 * 2**20
 """What a process holds without model and data: a CUDA context with its libraries, or Python with PyTorch."""
 BUDGET_SHARE = 0.97
 """Share of the budget that the plain form may take: as much as memory plans are made for."""
-_FIELDS = {"weights": "is_split", "step_in_backward": "steps_in_backward"}
+_FIELDS = {"weights": "is_split", "step_in_backward": "steps_in_backward", "shard_optimizer": "shares_optimizer"}
 """Setting -> field of the form; in the order in which they are used."""
 _TEXTS = {
     "weights": ("weights stay FP32", "weights are split"),
     "step_in_backward": (
         "parameters are updated after the backward pass",
         "parameters are updated in the backward pass",
+    ),
+    "shard_optimizer": (
+        "each rank holds the optimizer's whole state",
+        "ranks share the optimizer's state",
     ),
 }
 """Setting -> text for the plain form, and for the other."""
@@ -38,33 +42,36 @@ def decide_form(config: ControlConfig, signal: ParameterSignal | None) -> tuple[
     The plain form is kept if a step needs at most what the memory budget leaves it, or without a budget. Else weights
     are split, and if that does not suffice, parameters are also updated in the backward pass. Neither takes time (GPT
     of 303 million parameters on an H200: 24.3 ms a step in the plain form, 23.6 ms with both), so an upper bound of
-    what a step saves serves as its measurement. If no form fits, the one that needs least is chosen, and memory plans
-    make up for the rest. A setting other than `auto` stays as it is.
+    what a step saves serves as its measurement. Last, ranks share the optimizer's state, which costs messages. If no
+    form fits, the one that needs least is chosen, and memory plans make up for the rest. A setting other than `auto`
+    stays as it is.
 
     This is decided once, before the first step, and not at the tick where memory first runs short. The form is part of
     compiled code, captured steps, optimizer and gradient statistics, which would all be built again: on an H200,
     compiling the blocks alone takes 15 s (ViT-S) to 75 s (ConvNeXt-T). All inputs follow from settings, model and
     samples, so a resumed run decides the same.
     """
-    forms = [WeightForm(is_split=config.weights == "split", steps_in_backward=config.step_in_backward is True)]
+    given = {field: getattr(config, name) in (True, "split") for name, field in _FIELDS.items()}
+    forms = [WeightForm(**given)]
     if signal is None:
         return forms[0], []
-    room, refused, before = room_bytes(signal), {}, {}
+    has_budget, refused, before = room_bytes(signal, forms[0]) is not None, {}, {}
     for name in _open_settings(config):
-        obstacle = "there is no memory budget" if room is None else _obstacle(name, config, signal)
+        obstacle = _obstacle(name, config, signal) if has_budget else "there is no memory budget"
         if obstacle:
             refused[name] = obstacle
         else:
             before[name] = forms[-1]
             forms.append(replace(forms[-1], **{_FIELDS[name]: True}))
-    fitting = (each for each in forms if room is None or needed_bytes(signal, each) <= room)
-    form = next(fitting, None) or min(forms, key=lambda each: needed_bytes(signal, each))
+    form = next((each for each in forms if _missing_bytes(signal, each) <= 0), None)
+    form = form or min(forms, key=lambda each: _missing_bytes(signal, each))
     reasons = []
     for name in _open_settings(config):
         is_lean = getattr(form, _FIELDS[name])
-        needed = needed_bytes(signal, before[name] if is_lean else form)
-        text = f"{_TEXTS[name][is_lean]}: {refused.get(name) or _comparison(needed, room or 0, is_lean=is_lean)}"
-        value, threshold = (None, None) if name in refused else (float(needed), float(room or 0))
+        compared = before[name] if is_lean else form
+        needed, room = needed_bytes(signal, compared), max(room_bytes(signal, compared) or 0, 0)
+        text = f"{_TEXTS[name][is_lean]}: {refused.get(name) or _comparison(needed, room, is_lean=is_lean)}"
+        value, threshold = (None, None) if name in refused else (float(needed), float(room))
         code = ReasonCode.WEIGHT_FORM
         reasons.append(Reason(code=code, subject="memory", text=text, value=value, threshold=threshold))
     return form, reasons
@@ -80,15 +87,16 @@ def remember_form(
     return form, [] if form == before else reasons
 
 
-def room_bytes(signal: ParameterSignal) -> int | None:
-    """Returns what the memory budget leaves for gradients and saved tensors; None without a budget."""
+def room_bytes(signal: ParameterSignal, form: WeightForm) -> int | None:
+    """Returns what the memory budget leaves for gradients and saved tensors, if anything; None without a budget."""
     rooms = []
     if signal.budget_bytes is not None:
-        held = PROCESS_BYTES + signal.data_bytes + signal.model_bytes + signal.state_bytes
+        state = signal.shared_state_bytes if form.shares_optimizer else signal.state_bytes
+        held = PROCESS_BYTES + signal.data_bytes + signal.model_bytes + state
         rooms.append(math.floor(BUDGET_SHARE * signal.budget_bytes) - held)
     if signal.headroom_bytes is not None:
         rooms.append(math.floor(BUDGET_SHARE * signal.headroom_bytes))
-    return max(min(rooms), 0) if rooms else None
+    return min(rooms) if rooms else None
 
 
 def needed_bytes(signal: ParameterSignal, form: WeightForm) -> int:
@@ -106,6 +114,12 @@ def needed_bytes(signal: ParameterSignal, form: WeightForm) -> int:
     return casts + gradients + signal.saved_bytes
 
 
+def _missing_bytes(signal: ParameterSignal, form: WeightForm) -> int:
+    """Returns by how much a step's needs exceed the room for them; 0 or less if they do not."""
+    room = room_bytes(signal, form)
+    return 0 if room is None else needed_bytes(signal, form) - room
+
+
 def _open_settings(config: ControlConfig) -> Iterator[str]:
     return (name for name in _FIELDS if getattr(config, name) == "auto")
 
@@ -115,6 +129,10 @@ def _obstacle(name: str, config: ControlConfig, signal: ParameterSignal) -> str:
     is_split = name == "weights"
     if signal.unsupported_because:
         return signal.unsupported_because
+    if name == "shard_optimizer":
+        if signal.num_ranks == 1:
+            return "there is one rank"
+        return "" if signal.headroom_bytes is None else "the headroom begins above it"
     if config.batch.accumulate > 1:
         return f"sums of the gradients of {config.batch.accumulate} micro-batches take as much"
     if signal.may_use_fp16:

@@ -50,6 +50,8 @@ class WeightForm:
     """Whether weights of layers in BF16 are stored as two words."""
     steps_in_backward: bool = False
     """Whether parameters are updated in the backward pass."""
+    shares_optimizer: bool = False
+    """Whether each of several ranks holds the optimizer's state of a share of the parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
