@@ -334,8 +334,7 @@ class ControlConfig(_Checked):
     These are clipped by the norm of the previous step; parameters updated before a NaN appears keep their update.
     `auto`: if the memory budget may not suffice otherwise, and nothing is clipped."""
     shard_optimizer: Switch = False
-    """Whether each of several ranks holds the optimizer's state of a share of the parameters (ZeRO, stage 1). `auto`:
-    if the memory budget may not suffice otherwise."""
+    """Whether ranks share the optimizer's state (ZeRO, stage 1). `auto`: if the memory budget may not suffice."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
