@@ -103,8 +103,7 @@ class Reduction:
         """
         current, self._pass = self._pass, None
         codes = self.codes_of(tensors)
-        if current is not None:
-            current.send_rest()
+        if current is not None:  # what was sent may be dropped already
             codes = [sent or code for sent, code in zip(current.codes, codes, strict=True)]
         is_irregular = self._is_irregular or any(_in_two_places(p, copies.get(id(p))) for p in self.parameters)
         *agreed, irregular = self._ranks.maximum([*codes, int(is_irregular)])
@@ -112,7 +111,7 @@ class Reduction:
             if irregular or agreed != current.expected:
                 self._expected.clear()
                 raise NotCapturableError("gradients have arrived otherwise than in the step before, on some rank")
-            return current.sums()
+            return current.finish()
         if self._key is not None and not irregular:
             self._expected[self._key] = agreed
         found: list[Tensor | None] = [None] * len(tensors)
@@ -161,13 +160,10 @@ class _Pass:
         while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
             self._send()
 
-    def send_rest(self) -> None:
-        """Sends the buckets that are not complete, with zeros for what is missing."""
+    def finish(self) -> list[Tensor | None]:
+        """Sends the buckets that are not complete, with zeros for what is missing; returns the sums."""
         while len(self._sent) < len(self._buckets):
             self._send()
-
-    def sums(self) -> list[Tensor | None]:
-        """Returns the sums, for which the current stream waits."""
         found: list[Tensor | None] = [None] * len(self.expected)
         for bucket, sums in zip(self._buckets, self._sent, strict=True):
             for index, total in zip(bucket, sums(), strict=True):
