@@ -143,6 +143,8 @@ def test_what_adapting_took_and_shared_gpus_are_told(run: RunRecord) -> None:
     assert "GPUs shared by 3 runs each" in sharing
     assert adapting.startswith("adapting took 2.5 s of the run")
     assert adapting.endswith("4 captured steps were dropped")
+    (ranks,) = run_notes(replace(quiet, spec=replace(run.spec, gpus="2..4"))).splitlines()
+    assert ranks == "trained by 2 to 4 ranks together; seconds and memory are those of rank 0"
 
 
 def test_a_table_can_be_had_as_numbers() -> None:

@@ -65,13 +65,15 @@ def sharing_note(spec: RunSpec) -> str:
 
 
 def run_notes(run: RunRecord) -> str:
-    """Returns a line each on GPU sharing, target, time spent adapting, and each kind of fault."""
+    """Returns a line each on GPU sharing, ranks, target, time spent adapting, and each kind of fault."""
     return "\n".join(_notes_on(run))
 
 
 def _notes_on(run: RunRecord) -> Iterator[str]:
     if note := sharing_note(run.spec):
         yield note
+    if run.spec.is_distributed:
+        yield f"trained by {run.spec.gpus.replace('..', ' to ')} ranks together; seconds and memory are those of rank 0"
     if run.spec.target is not None:
         costs = (f"{value:.4g} {TO_TARGET[name]}" for name, value in run.to_target.items())
         yield f"target {run.start.goal.named(run.spec.target)}: {', '.join(costs) or 'not reached'}"
