@@ -21,10 +21,10 @@ from triaccel_ray.service.runs.record import read_run
 @pytest.mark.usefixtures("own_ray")
 def test_ranks_that_are_killed_at_random_steps_cost_no_sample(tmp_path: Path) -> None:
     chance = random.Random(1)
-    doom = [f"{chance.randrange(2)} {chance.randint(1, 9)}" for _ in range(MAX_LOSSES)]
-    (tmp_path / DOOM).write_text("\n".join(doom))
+    steps = [chance.randint(1, 5) if index % 2 else 6 for index in range(MAX_LOSSES + 2)]  # 6: after an epoch
+    (tmp_path / DOOM).write_text("\n".join(f"{chance.randrange(2)} {step}" for step in steps))
     assert trained(tmp_path, "2") is None
-    assert len(lines(tmp_path / DEATHS)) == MAX_LOSSES
+    assert len(lines(tmp_path / DEATHS)) == len(steps)
     assert_whole(tmp_path)
     found = interruptions(tmp_path)
     attempts = {line.split()[0] for line in lines(tmp_path / DEATHS)}  # in one of which both ranks may have died
@@ -38,7 +38,7 @@ def test_a_group_that_is_lost_too_often_has_failed(tmp_path: Path) -> None:
     error = trained(tmp_path, "2")
     assert isinstance(error, RunFailedError)
     assert error.cause == "preempted"
-    assert f"a process was lost {MAX_LOSSES + 1} times, the last time so: " in str(error)
+    assert f"a process was lost {MAX_LOSSES + 1} times without an epoch in between, the last time so: " in str(error)
     assert len(interruptions(tmp_path)) == MAX_LOSSES
     assert read_run(tmp_path / "run").status == "failed (preempted)"
 

@@ -18,13 +18,12 @@ from ray.util.placement_group import get_current_placement_group, remove_placeme
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from triaccel_ray.apply.agreement import PeerError
-from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.distributed.ranks import LostRankError
 from triaccel_ray.service.failures import MAX_LOSSES, PreemptedError, picklable
 from triaccel_ray.service.runs.follower import Follower
 from triaccel_ray.service.runs.mailbox import Mailbox, Progress
 from triaccel_ray.service.runs.processes import end_with_parent
-from triaccel_ray.service.runs.rank_failures import EndOnFailure, RankFailedError
+from triaccel_ray.service.runs.rank_failures import EndOnFailure, RankFailedError, TooManyLossesError
 from triaccel_ray.service.runs.saving import SavingPolicy
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
@@ -79,7 +78,7 @@ class Group:
         """Has the ranks train one epoch, and returns how far the run is; an epoch that was reported is not again.
 
         Raises:
-            PreemptedError: processes were lost too often.
+            PreemptedError: processes were lost too often, without an epoch in between.
             Exception: what a rank has raised.
         """
         progress: Progress | None = ray.get(self._mailbox.next.remote())
@@ -127,8 +126,8 @@ def _trainer(job: GroupJob, mailbox: Any, folder: str) -> Any:
         run_config=RunConfig(  # type: ignore[arg-type]  # `TorchTrainer` declares the class of an older API
             name="group",
             storage_path=folder,
-            failure_config=FailureConfig(max_failures=MAX_LOSSES),
-            callbacks=[EndOnFailure()],
+            failure_config=FailureConfig(max_failures=-1),  # the callback counts
+            callbacks=[EndOnFailure(mailbox, MAX_LOSSES)],
             worker_runtime_env={"env_vars": _RANKS_ENVIRONMENT},
             logging_config=LoggingConfig(log_level="CRITICAL"),
         ),
@@ -197,12 +196,11 @@ def _train(worker: Worker, folder: TrainingFolder, mailbox: Any) -> None:
 
 def _cause_of_end(error: Exception) -> Exception:
     """Returns what ended the group, without Ray Train's wrapper."""
-    from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
+    from ray.train.v2.api.exceptions import ControllerError
 
-    if isinstance(error, WorkerGroupError):
-        last = next(iter(error.worker_failures.values()))
-        return PreemptedError(f"a process was lost {MAX_LOSSES + 1} times, the last time so: {first_line(last)}")
     cause = error.controller_failure if isinstance(error, ControllerError) else error
+    if isinstance(cause, TooManyLossesError):
+        return PreemptedError(str(cause))
     return pickle.loads(cause.pickled) if isinstance(cause, RankFailedError) else cause
 
 

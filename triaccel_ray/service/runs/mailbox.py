@@ -30,6 +30,8 @@ class Mailbox:
         self._is_wanted = self._is_stopped = self._has_begun = False
         self._epoch = 0
         """The last epoch reported."""
+        self._num_losses = 0
+        """Losses of processes since then."""
 
     async def begin(self) -> None:
         """By rank 0: the run's log is open."""
@@ -44,8 +46,13 @@ class Mailbox:
     async def report(self, progress: Progress) -> None:
         """By rank 0: hands progress to the trial, unless it knows the epoch from before a loss."""
         if progress.epoch > self._epoch or progress.finished:
-            self._epoch, self._is_wanted = progress.epoch, False
+            self._epoch, self._is_wanted, self._num_losses = progress.epoch, False, 0
             await self._progress.put(progress)
+
+    async def lose(self) -> int:
+        """By Ray Train's controller: a process was lost; returns how many since the last epoch."""
+        self._num_losses += 1
+        return self._num_losses
 
     async def end(self) -> None:
         """By the trial: the group has ended, so nothing more comes."""

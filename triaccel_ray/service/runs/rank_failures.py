@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import ray
 from ray.train import UserCallback
 
 
@@ -20,11 +21,28 @@ class RankFailedError(RuntimeError):
         self.pickled, self.is_peer = pickled, is_peer
 
 
+class TooManyLossesError(RuntimeError):
+    """Processes were lost again and again, without an epoch in between."""
+
+
 class EndOnFailure(UserCallback):
-    """Ends the group when a rank has failed by itself. Ray Train 2.60 would retry any exception of a rank."""
+    """Ends the group when a rank has failed by itself, or too many are lost while no epoch is trained.
+
+    Ray Train 2.60 would retry any exception of a rank, and counts losses over the whole run, however long it is.
+    """
+
+    def __init__(self, mailbox: Any, max_losses: int) -> None:
+        """Takes the actor that knows when an epoch has been trained."""
+        self._mailbox, self._max_losses = mailbox, max_losses
 
     def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
-        """Raises what a rank has raised, which ends the run; returns if a process was lost, which Ray Train retries."""
+        """Raises what ends the run; returns if a process was lost, which Ray Train then replaces."""
         failed = [error for error in worker_exceptions.values() if isinstance(error, RankFailedError)]
         if failed and len(failed) == len(worker_exceptions):
             raise min(failed, key=lambda error: error.is_peer)
+        num_losses = ray.get(self._mailbox.lose.remote())
+        if num_losses > self._max_losses:
+            last = str(next(iter(worker_exceptions.values()))).strip().partition("\n")[0]
+            raise TooManyLossesError(
+                f"a process was lost {num_losses} times without an epoch in between, the last time so: {last}"
+            )
