@@ -1,5 +1,6 @@
 """What a loop survives: too little memory, overflows, evaluations that do not fit."""
 
+import copy
 from dataclasses import replace
 from typing import Self
 
@@ -196,7 +197,13 @@ def test_a_skipped_step_does_not_spoil_running_statistics(value: float) -> None:
     loop.train_epoch()
     assert loop.num_skipped == 1
     assert loop.evaluate(blobs(60)).loss < 10.0
-    saved = loop.state_dict()["model"]["0.running_var"].clone()
+    state = copy.deepcopy(loop.state_dict())
+    saved = state["model"]["0.running_var"].clone()
+    loop.train_epoch()
+    state["model"]["0.running_mean"][3] = 7.0
+    loop.load_state_dict(state)
+    norm.running_mean[3] = value
+    assert loop.state_dict()["model"]["0.running_mean"][3] == 7.0
     loop.train_epoch()
     loop.close()
     assert loop.num_skipped == 2
@@ -204,3 +211,11 @@ def test_a_skipped_step_does_not_spoil_running_statistics(value: float) -> None:
         assert statistics.isfinite().all()
     clean = inputs[torch.arange(240) != 100]
     torch.testing.assert_close(norm.running_var, clean.var(0), rtol=0.3, atol=0.0)
+
+
+def test_a_model_may_be_moved_before_its_loop_is_closed() -> None:
+    loop, _ = loop_of(nn.Sequential(nn.BatchNorm1d(8), mlp()), blobs(240), QUIET)
+    loop.step()
+    loop.model.to("meta")
+    loop.close()
+    assert "forward" not in vars(loop.model[0])

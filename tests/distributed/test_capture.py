@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ import triaccel_ray.control.training
 from tests.build import BF16, FP32, Rerun, RerunPool, blobs, cross_entropy, loop_of, mlp
 from tests.distributed.training import Unsteady, assert_close, fixed, listed, trained
 from tests.distributed.worker_pool import WorkerPool
+from triaccel_ray.apply import reduce
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.reduce import Reduction, SharedGradients
 from triaccel_ray.apply.weights import ComputeCopies, Weights
@@ -123,7 +125,7 @@ def overlapped(rank: int) -> dict[str, Any]:
         pool.loop = loop
         reduction = loop._training.steps.step._reduction
         assert reduction is not None
-        reduction._buckets = [[index] for index in reversed(range(len(reduction.parameters)))]
+        reduction.buckets = [[index] for index in reversed(range(len(reduction.parameters)))]
         start = reduction._ranks.start_sum
 
         def start_sum(tensors: Sequence[Tensor]) -> Callable[[], None]:
@@ -145,8 +147,9 @@ def test_a_captured_step_sends_gradients_during_the_backward_pass(workers: Worke
         assert_close(each["weights"], alone["weights"])
 
 
-def summed(rank: int, has_copies: bool) -> list[list[float]]:
+def summed(rank: int, has_copies: bool, is_whole: bool, most_ranks: int) -> list[list[float]]:
     """Gradients of a model in BF16 and FP32: of this rank, and their sums sent after and during the pass."""
+    reduce.MOST_RANKS_IN_16_BITS = most_ranks
     model = mlp()
     layers = find_layers(model)
     parameters = list(model.parameters())
@@ -166,22 +169,30 @@ def summed(rank: int, has_copies: bool) -> list[list[float]]:
             tensor.grad = None
         with precision.in_force():
             loss = cross_entropy(model(inputs).float(), targets)
-        with gradients._reduction.taking(weights.in_force, is_whole=True):
+        with gradients._reduction.taking(weights.in_force, is_whole=is_whole):
             loss.backward()
-        assert (gradients._reduction._pass is None) == publishes
+        assert (gradients._reduction._pass is None) == (publishes or not is_whole)
         if publishes:
             own = [gradient_of(p, weights.in_force.get(id(p)), None).float().flatten() for p in parameters]
             found.append(torch.cat(own).tolist())
         gradients.collect(weights.in_force)
-        assert [tensor.dtype for tensor in gradients.tensors] == of_parameters
+        in_16_bits = most_ranks >= 2 and (is_whole or has_copies)
+        sent = [tensor.dtype for tensor in gradients.tensors]
+        assert sent == (of_parameters if in_16_bits else [torch.float32] * 6)
+        leaves = of_parameters if has_copies else [torch.float32] * 6
+        held = [leaf.grad for leaf in (*parameters, *weights.in_force.values()) if leaf.grad is not None]
+        assert len(held) == sum(map(operator.eq, leaves, sent))  # what was sent in another dtype is dropped
         found.append(torch.cat([tensor.float().flatten() for tensor in gradients.tensors]).tolist())
     precision.remove()
     return found
 
 
 @pytest.mark.parametrize("has_copies", [True, False])
-def test_gradients_of_layers_in_16_bits_are_summed_in_their_dtype(workers: WorkerPool, has_copies: bool) -> None:
-    (own, after, during), (others, *same) = workers.run(2, summed, has_copies)
+@pytest.mark.parametrize(("is_whole", "most_ranks"), [(True, 8), (False, 8), (True, 1)], ids=["one", "parts", "many"])
+def test_gradients_of_one_pass_on_few_ranks_are_summed_in_the_dtype_of_their_layer(
+    workers: WorkerPool, has_copies: bool, is_whole: bool, most_ranks: int
+) -> None:
+    (own, after, during), (others, *same) = workers.run(2, summed, has_copies, is_whole, most_ranks)
     assert after == during
     assert [after, during] == same
     torch.testing.assert_close(torch.tensor(after), torch.tensor(own) + torch.tensor(others), rtol=1e-2, atol=1e-4)

@@ -157,7 +157,7 @@ class StepCache:
         self, key: StepKind, indices: Tensor, loss_scale: Tensor, step: int, *, watch: bool = False
     ) -> StepOutcome:
         # On any rank, graphs of the curvature measurement included: which steps may be captured again must not differ.
-        if self.step.peers.ranks.any(self._pool.holds_graphs):
+        if self._pool.can_capture and self.step.peers.ranks.any(self._pool.holds_graphs):
             self._pool.release()
         gradients, weights = self._eager_gradients, self.step.precision.weights
         gradients.begin(publishes=True)

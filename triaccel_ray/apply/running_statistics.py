@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _NormBase  # no public class covers batch and instance normalization
 
 
 class RunningStatistics:
@@ -27,7 +27,7 @@ class RunningStatistics:
     def mend(self) -> None:
         """Replaces what is not finite by the statistics last remembered, and remembers the result."""
         tensors = self._tensors()
-        if [each.shape for each in tensors] != [each.shape for each in self._last]:
+        if list(map(_place_of, tensors)) != list(map(_place_of, self._last)):  # the user has moved or changed the model
             self.keep()
         elif tensors:
             now, before = (torch.cat([each.reshape(-1) for each in group]) for group in (tensors, self._last))
@@ -38,3 +38,7 @@ class RunningStatistics:
     def _tensors(self) -> list[Tensor]:
         pairs = ((norm.running_mean, norm.running_var) for norm in self._norms)
         return [each for pair in pairs for each in pair if each is not None]
+
+
+def _place_of(tensor: Tensor) -> tuple[torch.Size, torch.device]:
+    return tensor.shape, tensor.device
