@@ -42,6 +42,7 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.any_model import batches, loss_of, optimizer_of, ours
 from benchmarks.jobs import SIZES, Job, installed, job_of
 from benchmarks.processes import has_gpus, parser_of
+from triaccel_ray.apply.reduce import MOST_RANKS_IN_16_BITS
 from triaccel_ray.measure.timing import synchronize
 
 METHODS = ("ddp", "loop", "bare", "sharded", "sharded-split")
@@ -100,7 +101,7 @@ def measure(rank: int, name: str, method: str, num_gpus: int, batch_size: int, n
     if num_gpus > 1:
         distributed.all_gather_object(every, sums)
     found = {"rate": sum(rates) / STRETCHES, "range": [min(rates), max(rates)], "equal": every.count(sums) == num_gpus}
-    found["bytes"] = sum((4 if method == "ddp" else 2) * parameter.numel() for parameter in job.model.parameters())
+    found["elements"] = sum(parameter.numel() for parameter in job.model.parameters())
     found["peak"] = torch.cuda.max_memory_allocated() / 2**30
     if loop is not None:
         found["captured"] = loop._training.steps.num_captured
@@ -139,25 +140,34 @@ def _all_reduce_ms(num_bytes: int, device: torch.device) -> float:
 
 
 def predicted_ratio(
-    link: dict[str, float], num_bytes: int, steps_ms: tuple[float, float], num_gpus: tuple[int, int], network: float
+    link: dict[str, float],
+    num_bytes: tuple[int, int],
+    steps_ms: tuple[float, float],
+    num_gpus: tuple[int, int],
+    network: float,
 ) -> float:
     """Returns samples per second over those of one GPU, from steps on one GPU and on several.
 
     Args:
         link: what `measure_link` has found.
-        num_bytes: of all gradients as they are sent: in 16 bits by the loop, in FP32 by DDP.
+        num_bytes: of all gradients as they are sent on the measured number, and on the one to predict.
         steps_ms: milliseconds of a step on one GPU, and on the measured number.
         num_gpus: the measured number, and the one to predict.
         network: bytes per millisecond between hosts.
     """
 
-    def reduce_ms(number: int) -> float:
+    def reduce_ms(number: int, num_bytes: int) -> float:
         rate = link["bytes_per_ms"] if number <= GPUS_PER_HOST else min(link["bytes_per_ms"], network)
         return link["latency_ms"] * math.log2(number) + 2 * (number - 1) / number * num_bytes / rate
 
     alone, together = steps_ms
-    measured, wanted = num_gpus
-    return wanted * alone / (alone + max(together - alone, 0.0) * reduce_ms(wanted) / reduce_ms(measured))
+    measured, wanted = map(reduce_ms, num_gpus, num_bytes)
+    return num_gpus[1] * alone / (alone + max(together - alone, 0.0) * wanted / measured)
+
+
+def sent_bytes(method: str, num_elements: int, num_gpus: int) -> int:
+    """Returns bytes of all gradients: the loop sends those of layers in 16 bits, here all, in 16 bits; DDP in FP32."""
+    return num_elements * (2 if method != "ddp" and num_gpus <= MOST_RANKS_IN_16_BITS else 4)
 
 
 def main() -> int:
@@ -185,10 +195,11 @@ def main() -> int:
             flush=True,
         )
         steps_ms = 1e3 * SIZES[name] / alone["rate"], 1e3 * SIZES[name] * args.gpus / together["rate"]
-        ratios = (
-            f"{number}: {predicted_ratio(link, alone['bytes'], steps_ms, (args.gpus, number), 1e6 * args.network):.1f}"
-            for number in PREDICTED
-        )
+        ratios = []
+        for number in PREDICTED:
+            num_gpus = args.gpus, number
+            sent = tuple(sent_bytes(method, alone["elements"], each) for each in num_gpus)
+            ratios.append(f"{number}: {predicted_ratio(link, sent, steps_ms, num_gpus, 1e6 * args.network):.1f}")
         print(f"{'':16} {'':13} predicted: {', '.join(ratios)}", flush=True)
     return failed
 

@@ -316,8 +316,8 @@ class ControlConfig(_Checked):
     undone. In captured steps, the limit is 3 % for a precision and 0 for a batch; there, a batch grows only if it saves
     more than it costs. Without this rule, two equal runs on a CPU make the same decisions, whatever the timings."""
     max_overhead: float = knob(0.02, "(0, 1]")
-    """Share of the training time on a GPU that adaptation may take: curvature measurements and lower precisions wait
-    until it is kept. No effect if `revert_slowdowns` is off."""
+    """Share of the training time that adaptation may take on a GPU. Curvature measurements and lower precisions wait
+    until the time spent on them so far is within it. No effect if `revert_slowdowns` is off."""
     clip_norm: float | None = knob(None, "(0, inf)")
     """Maximum global L2 norm of gradients; larger ones are scaled down to it. None: no clipping."""
     max_skipped_steps: int = knob(50, "[1, inf)")

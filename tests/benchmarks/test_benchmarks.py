@@ -42,7 +42,7 @@ def test_scaling_is_predicted_from_a_measured_link() -> None:
     assert link["bytes_per_ms"] > 1e4
 
     def ratio(wanted: int, network: float = 1e9) -> float:
-        return predicted_ratio(link, 10**8, (20.0, 25.0), (2, wanted), network)
+        return predicted_ratio(link, (10**8, 10**8), (20.0, 25.0), (2, wanted), network)
 
     assert ratio(2) == pytest.approx(2 * 20 / 25)
     assert 4 * 20 / 30 < ratio(4) < 4 * 20 / 25  # a ring moves at most twice as much as between two

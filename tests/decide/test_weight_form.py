@@ -177,7 +177,7 @@ def test_several_ranks_share_the_optimizer_if_split_weights_do_not_suffice() -> 
     assert reason.value == needed_bytes(GPT, SPLIT)
     for signal, why in (
         (replace(alone, budget_bytes=held), "there is one rank"),
-        (replace(pair, headroom_bytes=1), "the headroom begins above it"),
+        (replace(pair, headroom_bytes=1), "memory_headroom does not count it"),
         (replace(pair, budget_bytes=None), "there is no memory budget"),
     ):
         form, (*_, reason) = decide_form(SHARING, signal)

@@ -64,7 +64,7 @@ def parameter_signal(
     if not unsupported and any(map(has_hooks, updated)):
         unsupported = "hooks act on gradients"
     state = 0 if unsupported else state_bytes(optimizer, in_8_bits=config.optimizer_state == "8bit")
-    shared_state = ranks.largest_share(state) if all(map(is_dense, updated)) else state
+    shared_state_bytes = ranks.largest_share(state) if all(map(is_dense, updated)) else state
     saved, failure = (0, "") if unsupported else _saved_bytes(task, device)
     bucket_sizes = [sum(watched[index].numel() for index in bucket) for bucket in buckets_of(model, watched)]
     on_gpu = device.type == "cuda"
@@ -73,7 +73,7 @@ def parameter_signal(
         num_in_bf16=sum(p.numel() for p in low if p.dim() >= 2 and p.requires_grad),
         bucket_elements=max(bucket_sizes),
         model_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
-        state_bytes=shared_state if config.shard_optimizer is True else state,
+        state_bytes=shared_state_bytes if config.shard_optimizer is True else state,
         saved_bytes=saved * ranks.largest_share(config.batch.start) // 2,
         data_bytes=_data_bytes(task.source) if not on_gpu or config.execution.data_on == "device" else 0,
         budget_bytes=limits[0],
@@ -81,7 +81,7 @@ def parameter_signal(
         keeps_copies=on_gpu and not _is_to_be_compiled(model, config, device),
         may_use_fp16=may_use_fp16,
         num_ranks=ranks.world_size,
-        shared_state_bytes=shared_state,
+        shared_state_bytes=shared_state_bytes,
         unsupported_because=unsupported or failure,
     )
     return decode(ParameterSignal, ranks.gather(encode(signal))[0])

@@ -63,8 +63,8 @@ def decide_form(config: ControlConfig, signal: ParameterSignal | None) -> tuple[
         else:
             before[name] = forms[-1]
             forms.append(replace(forms[-1], **{_FIELDS[name]: True}))
-    form = next((each for each in forms if _missing_bytes(signal, each) <= 0), None)
-    form = form or min(forms, key=lambda each: _missing_bytes(signal, each))
+    form = next((each for each in forms if _excess_bytes(signal, each) <= 0), None)
+    form = form or min(forms, key=lambda each: _excess_bytes(signal, each))
     reasons = []
     for name in _open_settings(config):
         is_lean = getattr(form, _FIELDS[name])
@@ -91,7 +91,8 @@ def room_bytes(signal: ParameterSignal, form: WeightForm) -> int | None:
     """Returns what the memory budget leaves for gradients and saved tensors, if anything; None without a budget."""
     rooms = []
     if signal.budget_bytes is not None:
-        state = signal.shared_state_bytes if form.shares_optimizer else signal.state_bytes
+        shared = signal.shared_state_bytes
+        state = shared if form.shares_optimizer and shared is not None else signal.state_bytes
         held = PROCESS_BYTES + signal.data_bytes + signal.model_bytes + state
         rooms.append(math.floor(BUDGET_SHARE * signal.budget_bytes) - held)
     if signal.headroom_bytes is not None:
@@ -114,8 +115,8 @@ def needed_bytes(signal: ParameterSignal, form: WeightForm) -> int:
     return casts + gradients + signal.saved_bytes
 
 
-def _missing_bytes(signal: ParameterSignal, form: WeightForm) -> int:
-    """Returns by how much a step's needs exceed the room for them; 0 or less if they do not."""
+def _excess_bytes(signal: ParameterSignal, form: WeightForm) -> int:
+    """Returns by how much a step's needs exceed the room for them; less than 0 if some is left."""
     room = room_bytes(signal, form)
     return 0 if room is None else needed_bytes(signal, form) - room
 
@@ -132,7 +133,7 @@ def _obstacle(name: str, config: ControlConfig, signal: ParameterSignal) -> str:
     if name == "shard_optimizer":
         if signal.num_ranks == 1:
             return "there is one rank"
-        return "" if signal.headroom_bytes is None else "the headroom begins above it"
+        return "" if signal.headroom_bytes is None else "memory_headroom does not count it"
     if config.batch.accumulate > 1:
         return f"sums of the gradients of {config.batch.accumulate} micro-batches take as much"
     if signal.may_use_fp16:

@@ -116,7 +116,7 @@ class ParameterSignal:
     model_bytes: int
     """Bytes of all parameters and buffers."""
     state_bytes: int
-    """Bytes of the optimizer's state, unless `auto` decides to share it."""
+    """Bytes of the optimizer's state; of a rank's share if that was asked for, not left to `auto`."""
     saved_bytes: int
     """Bytes that the backward pass of the first batch needs, extrapolated from two samples in FP32. It is an upper
     bound: BF16 and compiled code save less."""
@@ -131,10 +131,11 @@ class ParameterSignal:
     may_use_fp16: bool = False
     """Whether a layer may compute in FP16 during the run."""
     num_ranks: int = 1
-    shared_state_bytes: int = 0
-    """Bytes of the optimizer's state of a rank if ranks share it."""
+    shared_state_bytes: int | None = None
+    """Bytes of a rank's share of the optimizer's state; None in older logs, which leave nothing to share."""
     unsupported_because: str = ""
-    """Why weights of this model and optimizer can be neither split nor updated in the backward pass; empty if both."""
+    """Why weights of this model can be neither split nor updated in the backward pass, nor the optimizer be shared;
+    empty if they can."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -241,6 +241,12 @@ def test_a_fast_method_that_learns_too_little_is_not_recommended(tmp_path: Path)
             end = End(status="finished", results=figures | {"accuracy": accuracy if is_fast else 80.0})
             runs[name] = replace(run, folder=log, end=end)
         assert view_comparison(replace(record, runs=runs)).command.endswith(f"{best}-seed0")
+    runs["amp-seed0"] = replace(runs["amp-seed0"], end=End(status="failed", cause="bug", message="no"))
+    assert view_comparison(replace(record, runs=runs)).command == ""  # nothing to compare with
+    alone = record_of(comparison(("fp32", "triaccel"), num_seeds=1), tmp_path)
+    alone = replace(alone, runs={name: replace(run, folder=log) for name, run in alone.runs.items()})
+    advice = "to train with triaccel, which has the best score, though AMP has no result to measure it by:"
+    assert any(isinstance(part, str) and part.startswith(advice) for part in view_comparison(alone).parts)
 
 
 def test_differences_to_amp_are_paired_with_intervals_corrected_for_three_rows() -> None:
@@ -323,7 +329,7 @@ def test_a_comparison_is_shown_and_written_as_a_page(tmp_path: Path, capsys: pyt
     assert [grid.title[:7] for grid in tables if "GPUs shared by 2 runs each" in grid.note] == ["Table 1", "Table 2"]
     for shown in (said, page):
         assert all(grid.title in shown for grid in tables)
-        advice = "to train with best fixed, which has the best score within 1 point of the accuracy of AMP:"
+        advice = "to train with best fixed, which has the best score, within 1 point of the accuracy of AMP:"
         assert f"{advice}\n{command}" in shown
         assert "amp-seed1 failed (out_of_memory) after epoch 2: not even one sample fits" in shown
         assert "fp32-seed0 is missing: it was asked for and has not begun\ntriaccel-seed2 is missing" in shown
