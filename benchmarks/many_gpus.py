@@ -197,9 +197,9 @@ def main() -> int:
         steps_ms = 1e3 * SIZES[name] / alone["rate"], 1e3 * SIZES[name] * args.gpus / together["rate"]
         ratios = []
         for number in PREDICTED:
-            num_gpus = args.gpus, number
-            sent = tuple(sent_bytes(method, alone["elements"], each) for each in num_gpus)
-            ratios.append(f"{number}: {predicted_ratio(link, sent, steps_ms, num_gpus, 1e6 * args.network):.1f}")
+            sent = sent_bytes(method, alone["elements"], args.gpus), sent_bytes(method, alone["elements"], number)
+            ratio = predicted_ratio(link, sent, steps_ms, (args.gpus, number), 1e6 * args.network)
+            ratios.append(f"{number}: {ratio:.1f}")
         print(f"{'':16} {'':13} predicted: {', '.join(ratios)}", flush=True)
     return failed
 
