@@ -103,6 +103,24 @@ def test_the_model_is_judged_in_eval_mode_and_left_as_it_was() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+class Tracking(nn.Module):
+    """A loss that counts the batches it was trained with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_batches", torch.zeros(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.num_batches += self.training
+        return cross_entropy(outputs, targets)
+
+
+def test_a_loss_module_is_in_eval_mode_too_and_left_as_it_was() -> None:
+    loss = Tracking()
+    evaluated(mlp(), CountingSource(*blobs(30)), 10, loss)
+    assert (loss.num_batches, loss.training) == (0, True)
+
+
 @pytest.mark.parametrize(
     ("model", "error"),
     [(nn.Sequential(mlp(), Limited(0)), torch.OutOfMemoryError), (nn.Linear(9, 4), RuntimeError)],

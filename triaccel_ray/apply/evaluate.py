@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -63,7 +64,7 @@ def evaluate(
     release_memory: Callable[[], None],
     ranks: Ranks | None = None,
 ) -> Evaluation:
-    """Returns loss and metrics over all samples of `data`, each drawn once, in eval mode and FP32.
+    """Returns loss and metrics over all samples of `data`, each drawn once, in eval mode (a loss module too) and FP32.
 
     Without `metrics`, a classifier (outputs [b, C], integer targets [b]) is judged by its accuracy, any other model by
     its loss alone. The host waits for the device once, at the end. After an out-of-memory error, the samples that
@@ -80,8 +81,11 @@ def evaluate(
     faults: list[Fault] = []
     cursor = 0
     ranks = ranks or Ranks()
-    with Agreement(ranks).agreeing(), preserved_modes(model):
-        model.eval()
+    judged = [model, *([loss] if isinstance(loss, nn.Module) else [])]
+    with Agreement(ranks).agreeing(), contextlib.ExitStack() as modes:
+        for module in judged:
+            modes.enter_context(preserved_modes(module))
+            module.eval()
         source = as_source(data).to(device)
         is_shared = not ranks.is_alone and not isinstance(source, IterableSource)
         first, every = (ranks.rank, ranks.world_size) if is_shared else (0, 1)
