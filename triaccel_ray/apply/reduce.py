@@ -27,7 +27,7 @@ from triaccel_ray.model.gradients import Gradients, gradient_of
 BUCKET_ELEMENTS = 25 * 2**19
 """Elements of gradients that are sent together: 25 MiB in 16 bits, as in `DistributedDataParallel`."""
 _LEAST_BUCKETS = 4
-"""Of a small model, so many parts leave one after the other: the last one leaves when the backward pass has ended."""
+"""Fewest parts in which a small model's gradients are sent: the last part leaves only after the backward pass."""
 MOST_RANKS_IN_16_BITS = 8
 """Ranks up to which gradients are added in 16 bits. Each addition rounds: a sum of random numbers in BF16 is off by
 0.25 % on 2 ranks, 0.4 % on 8, 1.0 % on 64 and 2.7 % on 512 (simulated), if it is rounded once at the end by 0.17 %."""
