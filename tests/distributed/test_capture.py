@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -149,7 +150,11 @@ def test_a_captured_step_sends_gradients_during_the_backward_pass(workers: Worke
 
 def summed(rank: int, has_copies: bool, is_whole: bool, most_ranks: int) -> list[list[float]]:
     """Gradients of a model in BF16 and FP32: of this rank, and their sums sent after and during the pass."""
-    reduce.MOST_RANKS_IN_16_BITS = most_ranks
+    with patch.object(reduce, "MOST_RANKS_IN_16_BITS", most_ranks):
+        return _summed(rank, has_copies, is_whole, of_few=most_ranks >= 2)
+
+
+def _summed(rank: int, has_copies: bool, is_whole: bool, *, of_few: bool) -> list[list[float]]:
     model = mlp()
     layers = find_layers(model)
     parameters = list(model.parameters())
@@ -176,7 +181,7 @@ def summed(rank: int, has_copies: bool, is_whole: bool, most_ranks: int) -> list
             own = [gradient_of(p, weights.in_force.get(id(p)), None).float().flatten() for p in parameters]
             found.append(torch.cat(own).tolist())
         gradients.collect(weights.in_force)
-        in_16_bits = most_ranks >= 2 and (is_whole or has_copies)
+        in_16_bits = of_few and (is_whole or has_copies)
         sent = [tensor.dtype for tensor in gradients.tensors]
         assert sent == (of_parameters if in_16_bits else [torch.float32] * 6)
         leaves = of_parameters if has_copies else [torch.float32] * 6
@@ -196,6 +201,31 @@ def test_gradients_of_one_pass_on_few_ranks_are_summed_in_the_dtype_of_their_lay
     assert after == during
     assert [after, during] == same
     torch.testing.assert_close(torch.tensor(after), torch.tensor(own) + torch.tensor(others), rtol=1e-2, atol=1e-4)
+
+
+def summed_tensors(rank: int) -> list[tuple[torch.dtype, tuple[int, ...], list[float]]]:
+    """Dtypes, strides and values of sums of tensors that are sent as they are or shorter, in one message or alone."""
+    layout = torch.channels_last
+    tensors = [
+        torch.full((40,), rank + 1.0),
+        torch.full((40,), rank + 1.0, dtype=torch.bfloat16),
+        torch.full((3,), rank + 1.0),
+        torch.arange(rank, rank + 120.0).view(2, 3, 4, 5).contiguous(memory_format=layout),
+    ]
+    dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float16]
+    with patch.object(reduce, "LARGE_BYTES", 64):
+        sums = reduce.start_sum(tensors, dtypes, Ranks.found())()
+    return [(each.dtype, each.stride(), each.float().flatten().tolist()) for each in sums]
+
+
+def test_tensors_of_any_size_and_layout_are_summed_in_the_dtype_asked_for(workers: WorkerPool) -> None:
+    first, second = workers.run(2, summed_tensors)
+    assert first == second
+    assert [dtype for dtype, _, _ in first] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float16]
+    assert [values for _, _, values in first[:3]] == [[3.0] * 40, [3.0] * 40, [3.0] * 3]
+    _, stride, values = first[3]
+    assert stride == torch.empty(2, 3, 4, 5).contiguous(memory_format=torch.channels_last).stride()
+    assert values == [2.0 * each + 1.0 for each in range(120)]
 
 
 def opened(rank: int) -> dict[str, Any]:
