@@ -56,6 +56,7 @@ def test_every_number_has_its_bounds():
         (ControlConfig, "clip_norm", "clip_norm", "be a finite number > 0", [0.0, -1.0, NAN, INF]),
         (ControlConfig, "weights", "weights", "be one of fp32, split, auto", ["bf16", True, None]),
         (ControlConfig, "step_in_backward", "step_in_backward", "be True, False or auto", ["on", 1, None]),
+        (ControlConfig, "shard_optimizer", "shard_optimizer", "be True, False or auto", ["on", 2, None]),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_with_name_value_and_rule(config, field, name, rule, values):

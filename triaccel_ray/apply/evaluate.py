@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -81,10 +80,9 @@ def evaluate(
     faults: list[Fault] = []
     cursor = 0
     ranks = ranks or Ranks()
-    judged = [model, *([loss] if isinstance(loss, nn.Module) else [])]
-    with Agreement(ranks).agreeing(), contextlib.ExitStack() as modes:
-        for module in judged:
-            modes.enter_context(preserved_modes(module))
+    modules = nn.ModuleList(each for each in (model, loss) if isinstance(each, nn.Module))
+    with Agreement(ranks).agreeing(), preserved_modes(modules):
+        for module in modules:
             module.eval()
         source = as_source(data).to(device)
         is_shared = not ranks.is_alone and not isinstance(source, IterableSource)

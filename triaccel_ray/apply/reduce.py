@@ -113,7 +113,7 @@ class Reduction:
             NotCapturableError: on any rank, gradients have not arrived as expected in a pass that overlaps.
         """
         current, self._pass = self._pass, None
-        codes = self.codes_of(tensors)
+        codes = [self.code_of(index, tensor) for index, tensor in enumerate(tensors)]
         if current is not None:  # what was sent may be dropped already
             codes = [sent or code for sent, code in zip(current.codes, codes, strict=True)]
         is_irregular = self._is_irregular or any(_in_two_places(p, copies.get(id(p))) for p in self.parameters)
@@ -128,19 +128,16 @@ class Reduction:
         buckets = [[index for index in bucket if agreed[index]] for bucket in self.buckets]
         return self.sums(buckets, [self.send(bucket, tensors, agreed, copies) for bucket in buckets])
 
-    def codes_of(self, tensors: Sequence[Tensor | None]) -> list[int]:
-        """Returns the code of the dtype in which each gradient, by parameter, is to be sent; 0 for None."""
-        layer_dtypes = [None] * len(tensors) if self._key is None else self._key[0]
-        return [
-            0 if tensor is None else 1 + _DTYPES.index(self._dtype_sent(tensor, layer_dtype))
-            for tensor, layer_dtype in zip(tensors, layer_dtypes, strict=True)
-        ]
-
-    def _dtype_sent(self, gradient: Tensor, layer_dtype: torch.dtype | None) -> torch.dtype:
+    def code_of(self, index: int, gradient: Tensor | None) -> int:
+        """Returns the code of the dtype in which this parameter's gradient is to be sent; 0 for None."""
+        if gradient is None:
+            return 0
+        sent, of_layer = gradient.dtype, None if self._key is None else self._key[0][index]
         if self._ranks.world_size > MOST_RANKS_IN_16_BITS:
-            return torch.promote_types(gradient.dtype, torch.float32)
-        is_shorter = layer_dtype is not None and layer_dtype.itemsize < gradient.dtype.itemsize
-        return layer_dtype if layer_dtype is not None and is_shorter else gradient.dtype
+            sent = torch.promote_types(sent, torch.float32)
+        elif of_layer is not None and of_layer.itemsize < sent.itemsize:
+            sent = of_layer
+        return 1 + _DTYPES.index(sent)
 
     def send(
         self, bucket: Sequence[int], tensors: list[Tensor | None], codes: Sequence[int], copies: _Copies
@@ -197,8 +194,7 @@ class _Pass:
         own: list[Tensor | None] = [None] * len(parameters)
         for index in bucket:
             own[index] = gradient_of(parameters[index], self._copies.get(id(parameters[index])), None)
-        for index, code in enumerate(self._reduction.codes_of(own)):
-            self.codes[index] = self.codes[index] or code
+            self.codes[index] = self._reduction.code_of(index, own[index])
         self._sent.append(self._reduction.send(bucket, own, self.expected, self._copies))
 
 

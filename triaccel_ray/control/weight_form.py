@@ -73,7 +73,7 @@ def parameter_signal(
         num_in_bf16=sum(p.numel() for p in low if p.dim() >= 2 and p.requires_grad),
         bucket_elements=max(bucket_sizes),
         model_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
-        state_bytes=shared_state_bytes if config.shard_optimizer is True else state,
+        state_bytes=state,
         saved_bytes=saved * ranks.largest_share(config.batch.start) // 2,
         data_bytes=_data_bytes(task.source) if not on_gpu or config.execution.data_on == "device" else 0,
         budget_bytes=limits[0],

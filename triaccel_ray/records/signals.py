@@ -116,7 +116,7 @@ class ParameterSignal:
     model_bytes: int
     """Bytes of all parameters and buffers."""
     state_bytes: int
-    """Bytes of the optimizer's state; of a rank's share if that was asked for, not left to `auto`."""
+    """Bytes of the optimizer's state."""
     saved_bytes: int
     """Bytes that the backward pass of the first batch needs, extrapolated from two samples in FP32. It is an upper
     bound: BF16 and compiled code save less."""
@@ -132,7 +132,7 @@ class ParameterSignal:
     """Whether a layer may compute in FP16 during the run."""
     num_ranks: int = 1
     shared_state_bytes: int | None = None
-    """Bytes of a rank's share of the optimizer's state; None in older logs, which leave nothing to share."""
+    """Bytes of a rank's share of the optimizer's state; None in older logs: `state_bytes`, if it was shared."""
     unsupported_because: str = ""
     """Why weights of this model can be neither split nor updated in the backward pass, nor the optimizer be shared;
     empty if they can."""

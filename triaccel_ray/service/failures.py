@@ -27,7 +27,7 @@ from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.storage.layout import DAMAGED, ERROR, REPLACED
 
 MAX_LOSSES = 3
-"""Lost processes that a run survives; one more and it counts as failed."""
+"""Lost processes that a run survives, one of several ranks within each epoch; one more and it counts as failed."""
 
 RESULTS = ("out_of_memory", "non_finite")
 """Causes that lie in the settings tried: the same settings would fail the same way again."""

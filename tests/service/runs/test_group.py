@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from tests.service.runs.several import NUM_SAMPLES, Several, samples_of_epochs, several_spec, told
 from tests.service.waiting import wait_until
 from triaccel_ray.service.failures import RunFailedError
+from triaccel_ray.service.runs.mailbox import Mailbox, Progress
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.spec import RunSpec
@@ -110,3 +112,15 @@ def test_an_error_of_one_rank_before_training_leaves_no_run(tmp_path: Path) -> N
     assert "only here" in str(error)
     assert not (tmp_path / "run" / EVENTS).exists()
     assert_gone()
+
+
+def test_losses_are_counted_since_the_last_epoch_that_is_new() -> None:
+    async def told() -> list[int]:
+        mailbox = Mailbox()
+        found = [await mailbox.lose(), await mailbox.lose()]
+        for epoch in (1, 1):  # the second one again, by the ranks that came after a loss
+            await mailbox.report(Progress(epoch=epoch, figures=None, finished=False))
+            found.append(await mailbox.lose())
+        return found
+
+    assert asyncio.run(told()) == [1, 2, 1, 2]

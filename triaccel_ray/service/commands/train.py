@@ -188,8 +188,7 @@ def _train(spec: RunSpec, work: Work, show: Show) -> Outcome:
         recording(work),
     ):
         specs, num_gpus = {folder.name: spec}, gpus_of_a_run(spec, work.where.address)
-        title = f"{spec.task}: {METHODS[spec.method]}"
-        title += f", {spec.gpus.replace('..', ' to ')} ranks" if spec.is_distributed else ""
+        title = ", ".join(filter(None, (f"{spec.task}: {METHODS[spec.method]}", spec.ranks_text)))
         with Progress(title, folder.parent, specs, goal=spec.goal, max_epochs=100):
             failures = run_all(specs, place.parent, num_gpus=num_gpus)
     if failures:  # or invalid input that only the run's own process could detect

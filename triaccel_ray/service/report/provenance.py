@@ -72,8 +72,8 @@ def run_notes(run: RunRecord) -> str:
 def _notes_on(run: RunRecord) -> Iterator[str]:
     if note := sharing_note(run.spec):
         yield note
-    if run.spec.is_distributed:
-        yield f"trained by {run.spec.gpus.replace('..', ' to ')} ranks together; seconds and memory are those of rank 0"
+    if ranks := run.spec.ranks_text:
+        yield f"trained by {ranks} together; seconds and memory are those of rank 0"
     if run.spec.target is not None:
         costs = (f"{value:.4g} {TO_TARGET[name]}" for name, value in run.to_target.items())
         yield f"target {run.start.goal.named(run.spec.target)}: {', '.join(costs) or 'not reached'}"

@@ -102,6 +102,11 @@ class RunSpec:
         return int(least), int(most or least)
 
     @property
+    def ranks_text(self) -> str:
+        """The number of ranks that train the run together, as text; empty for one."""
+        return f"{self.gpus.replace('..', ' to ')} ranks" if self.is_distributed else ""
+
+    @property
     def is_distributed(self) -> bool:
         """Whether a process group trains the run; an elastic one may shrink to one process."""
         return self.gpu_range[1] > 1
