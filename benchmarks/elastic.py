@@ -31,7 +31,7 @@ def run(name: str, mode: str, num_epochs: int, num_samples: int) -> dict[str, An
     """Trains one model and returns what it took."""
     use_lean_memory(torch.device("cuda"))
     job = job_of(name)
-    data = _repeated(job.inputs, num_samples), _repeated(job.targets, num_samples)
+    data = repeated(job.inputs, num_samples), repeated(job.targets, num_samples)
     began = time.perf_counter()
     ticks: list[Any] = []
     loop = ControlLoop(
@@ -64,7 +64,8 @@ def _config(start: int, mode: str) -> ControlConfig:
     )
 
 
-def _repeated(samples: Tensor, number: int) -> Tensor:
+def repeated(samples: Tensor, number: int) -> Tensor:
+    """Returns `number` samples along dimension 0: those given, again and again."""
     times = -(-number // len(samples))
     return samples.repeat(times, *[1] * (samples.dim() - 1))[:number]
 
