@@ -171,7 +171,7 @@ class CurvatureConfig(_Checked):
     enabled: bool = knob(True, option="adapt_curvature")
     """Whether curvature is measured. If not, every lr scale is 1 and nothing is promoted."""
     method: CurvatureMethod = knob("fisher", option="curvature")
-    """`fisher` (a column per sample), `ggn` (one per sample and class) or `hessian` (the paper's power iteration)."""
+    """`fisher` (a column per sample), `ggn` (one per sample and class) or `hessian` (power iteration, slow)."""
     top_k: int = knob(5, "[1, inf)")
     """Number of eigenvalues per layer, k."""
     every_steps: int = knob(200, "[1, inf)", option="t_curv")
@@ -316,8 +316,8 @@ class ControlConfig(_Checked):
     undone. In captured steps, the limit is 3 % for a precision and 0 for a batch; there, a batch grows only if it saves
     more than it costs. Without this rule, two equal runs on a CPU make the same decisions, whatever the timings."""
     max_overhead: float = knob(0.02, "(0, 1]")
-    """Share of the training time that adaptation may take on a GPU. Curvature measurements and lower precisions wait
-    until the time spent on them so far is within it. No effect if `revert_slowdowns` is off."""
+    """Share of the training time that adaptation may take on a GPU; curvature measurements that change nothing have a
+    quarter of it. Measurements and lower precisions wait until it allows them. Only with `revert_slowdowns`."""
     clip_norm: float | None = knob(None, "(0, inf)")
     """Maximum global L2 norm of gradients; larger ones are scaled down to it. None: no clipping."""
     max_skipped_steps: int = knob(50, "[1, inf)")

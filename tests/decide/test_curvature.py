@@ -3,9 +3,15 @@ import math
 import pytest
 
 from tests.decide.build import BF16, observation_of, plan_of
-from triaccel_ray.config import CurvatureConfig
+from triaccel_ray.config import ControlConfig, CurvatureConfig
 from triaccel_ray.decide import LayerState
-from triaccel_ray.decide.curvature import lr_scale, remember_curvature, smooth_eigenvalues, smooth_noise
+from triaccel_ray.decide.curvature import (
+    lr_scale,
+    measuring_share,
+    remember_curvature,
+    smooth_eigenvalues,
+    smooth_noise,
+)
 from triaccel_ray.records.plan import Fault, FaultKind, ReasonCode
 from triaccel_ray.records.signals import LayerSignal, NoiseSignal
 
@@ -126,3 +132,11 @@ def test_layers_are_released_when_curvature_is_measured_no_more():
     assert (layers["conv"].held, lr_scale(config, layers["conv"])) == (False, 1.0)
     assert (reason.code, reason.subject) == (ReasonCode.CURVATURE_RELEASED, "conv")
     assert remember_curvature(config, observation, layers) == (layers, [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"), [({}, 0.01), ({"alpha": 0.02}, 0.04), ({"tau_curv": 50.0}, 0.04)], ids=str
+)
+def test_curvature_that_changes_nothing_has_a_quarter_of_the_time(settings, share):
+    config = ControlConfig(max_overhead=0.04, curvature=CurvatureConfig(**settings))
+    assert measuring_share(config) == pytest.approx(share)

@@ -25,7 +25,9 @@ def test_settings_of_our_own_rules_are_off() -> None:
     precision, curvature, batch = found.precision, found.curvature, found.batch
     assert not found.revert_slowdowns
     assert (precision.dwell_ticks, precision.patience_ticks, precision.allow_slow_precisions) == (0, 1, True)
-    assert (curvature.method, curvature.smoothing, curvature.alpha) == ("hessian", 0.0, 0.02)
+    assert (curvature.method, curvature.smoothing, curvature.alpha) == ("ggn", 0.0, 0.02)
+    by_power_iteration = paper_rules(ControlConfig(curvature=CurvatureConfig(method="hessian")))
+    assert by_power_iteration.curvature.method == "hessian"
     assert CONFIG.curvature.alpha == 0.1  # a value of the user's own is kept
     assert (batch.dwell_ticks, batch.oom_cooldown_ticks, batch.lr_rule) == (0, 1, "none")
     assert (batch.bound_by_noise_scale, batch.counts_idle_memory, precision.tau_low) == (False, True, 1e-5)

@@ -9,6 +9,7 @@ import torch
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.control.training import Training
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
+from triaccel_ray.decide.curvature import measuring_share
 from triaccel_ray.measure.curvature.meter import CurvatureMeter
 from triaccel_ray.measure.sensors import Sensors
 from triaccel_ray.measure.timing import TimeShare
@@ -39,7 +40,7 @@ class ScheduledCurvature:
         # No share if the batch may be waiting for the noise scale, nor on a CPU, where equal runs must do equal work.
         needs_noise = config.batch.bound_by_noise_scale or config.batch.lr_rule == "adascale"
         is_shared = config.revert_slowdowns and not needs_noise and self._device.type == "cuda"
-        self._share = TimeShare(self._device, config.max_overhead if is_shared else None)
+        self._share = TimeShare(self._device, measuring_share(config) if is_shared else None)
 
     def is_due(self, step: int) -> bool:
         """Returns whether a measurement is due after this step."""

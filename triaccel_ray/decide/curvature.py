@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import zip_longest
 
-from triaccel_ray.config import CurvatureConfig
+from triaccel_ray.config import ControlConfig, CurvatureConfig
 from triaccel_ray.records.plan import FaultKind, Reason, ReasonCode
 from triaccel_ray.records.signals import NoiseSignal, Observation
 from triaccel_ray.records.state import LayerState
@@ -15,6 +16,15 @@ LARGEST_RATIO = 10.0
 """Limit of a single eigenvalue, as a multiple of the average of the others; averages nearer to 0 than 1 count as 1. In
 EfficientNet-B0, single measurements were 30 to 100,000 times the average; one of them, averaged without a limit, slowed
 most layers for 1,800 steps. In ResNet-18 they are at most 10.4 times the average."""
+
+SHOWN_SHARE = 0.25
+"""Part of `max_overhead` that is left for curvature which changes nothing: the log and reports have it."""
+
+
+def measuring_share(config: ControlConfig) -> float:
+    """Returns the share of the training time that measurements may take."""
+    acts = config.curvature.alpha > 0.0 or math.isfinite(config.curvature.tau_curv)
+    return config.max_overhead * (1.0 if acts else SHOWN_SHARE)
 
 
 def remember_curvature(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from triaccel_ray.config import ControlConfig
+from triaccel_ray.config import ControlConfig, CurvatureMethod
 
 ALPHA = 0.02
 """Strength of the lr scaling if the configuration has it off: the paper has rule 4, and gives no value."""
@@ -14,16 +14,21 @@ def paper_rules(config: ControlConfig) -> ControlConfig:
     """Returns `config` with the rules as printed (Tri-Accel, section 3), without what this project adds to them.
 
     There is no smoothing over measurements, no dwell time, and nothing is undone. Every precision may be used, memory
-    counts from zero, learning rates follow curvature, not the batch size, and eigenvalues come from power iteration.
-    Thresholds, intervals and sizes stay as they are: the paper gives few. `alpha` does, too, except that 0 becomes
-    `ALPHA`. What a run needs to survive is kept: FP16's loss scale, its bar after overflows, retries when memory runs
-    out, and no growth at a tick that raises a precision.
+    counts from zero, and learning rates follow curvature, not the batch size. Thresholds, intervals and sizes stay as
+    they are: the paper gives few. `alpha` does, too, except that 0 becomes `ALPHA`. What a run needs to survive is
+    kept: FP16's loss scale, its bar after overflows, retries when memory runs out, and no growth at a tick that raises
+    a precision.
+
+    Eigenvalues are those of the generalized Gauss-Newton block, unless the configuration asks for `hessian`. In
+    networks of linear maps and ReLU, such as ResNets, it is the Hessian block. The paper's power iteration on the
+    Hessian took 338 s for its first measurement (ResNet-18, 21 layers, 32 samples, H100); `ggn` takes 25 ms.
     """
+    method: CurvatureMethod = "hessian" if config.curvature.method == "hessian" else "ggn"
     return replace(
         config,
         revert_slowdowns=False,
         precision=replace(config.precision, dwell_ticks=0, patience_ticks=1, allow_slow_precisions=True),
-        curvature=replace(config.curvature, method="hessian", smoothing=0.0, alpha=config.curvature.alpha or ALPHA),
+        curvature=replace(config.curvature, method=method, smoothing=0.0, alpha=config.curvature.alpha or ALPHA),
         batch=replace(
             config.batch,
             dwell_ticks=0,
