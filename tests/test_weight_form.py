@@ -92,8 +92,9 @@ def test_it_trains_bit_for_bit_as_with_the_settings_that_it_chooses(
     assert same(values(model), values(twin))
     assert same(loop.optimizer.state_dict(), explicit.optimizer.state_dict())
     loop.close()
-    assert ticks[0].decision.state.form == form_of(explicit)
-    assert len(texts_of(ticks[0])) == [config.weights, config.step_in_backward].count("auto")
+    assert ticks[0].decision.state.form == (None if headroom is None else form_of(explicit))
+    num_open = [config.weights, config.step_in_backward].count("auto")
+    assert len(texts_of(ticks[0])) == (0 if headroom is None else num_open)
     assert not any(texts_of(tick) for tick in ticks[1:])
     log = [(tick.observation, tick.decision) for tick in ticks]
     assert replay(config, log).decisions == tuple(tick.decision for tick in ticks)
@@ -283,9 +284,14 @@ def test_whether_layers_may_compute_in_fp16(precision: PrecisionConfig, may_use_
     assert signal.may_use_fp16 is may_use_fp16
 
 
-def test_without_auto_nothing_is_measured() -> None:
+@pytest.mark.parametrize(
+    ("config", "headroom"),
+    [(replace(OPEN, weights="split", step_in_backward=False, shard_optimizer=False), TIGHT), (OPEN, None)],
+    ids=["without auto", "without a budget"],
+)
+def test_nothing_is_measured_if_nothing_is_to_be_chosen(config: ControlConfig, headroom: int | None) -> None:
     ticks: list[Tick] = []
-    loop = loop_of(deep(), replace(IN_BF16, every_steps=2), on_tick=ticks.append)
+    loop = loop_of(deep(), config, headroom=headroom, on_tick=ticks.append)
     run(loop, 2)
     assert loop._training.parameters is None
     assert ticks[0].observation.parameters is ticks[0].decision.state.form is None

@@ -14,7 +14,7 @@ from triaccel_ray.trainables.cifar_files import cifar_set
 from triaccel_ray.trainables.images import ImageSource, Preparation
 from triaccel_ray.trainables.models import Stem, efficientnet_b0, resnet18
 from triaccel_ray.trainables.split import stratified_split
-from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
+from triaccel_ray.trainables.task import WITHIN_BUDGET, Purpose, Recipe, Splits, Task
 
 _SPLIT_SEED = 2026
 """Seed of the splits, the same for all runs: whatever its own seed, a run is judged by the same samples."""
@@ -82,8 +82,7 @@ class Cifar10ResNet18(CifarTask):
     # accuracy, and let the batch grow too late to pay: docs/results.md has both.
     control: ClassVar[ControlConfig] = tuned_thresholds("cifar10-resnet18").onto(
         ControlConfig(
-            batch=BatchConfig(maximum=224, step_up=128, lr_rule="linear"),
-            execution=_EXECUTION,
+            **WITHIN_BUDGET, batch=BatchConfig(maximum=224, step_up=128, lr_rule="linear"), execution=_EXECUTION
         )
     )
 
@@ -137,7 +136,7 @@ class Cifar10EfficientNetB0(CifarTask):
     )
     # Found: FP16 in every layer, constant batch size. Growing it cost 31 to 65 s of adapting in five epochs of 7 s.
     control: ClassVar[ControlConfig] = tuned_thresholds("cifar10-efficientnet-b0").onto(
-        ControlConfig(batch=BatchConfig(maximum=96), execution=_EXECUTION)
+        ControlConfig(**WITHIN_BUDGET, batch=BatchConfig(maximum=96), execution=_EXECUTION)
     )
 
     def model(self) -> nn.Module:

@@ -91,6 +91,10 @@ class Recipe:
         return max(0.5 * (1.0 + math.cos(math.pi * progress)), 1e-4)
 
 
+WITHIN_BUDGET: Mapping[str, Any] = {"weights": "auto", "step_in_backward": "auto", "shard_optimizer": "auto"}
+"""Settings of the bundled tasks for GPUs: a memory budget also decides how weights and optimizer state are stored."""
+
+
 class Task(ABC):
     """An experiment. Subclass it, and `triaccel run package.module:MyTask` trains it.
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, require
 from triaccel_ray.model.metrics import BITS_PER_BYTE, PERPLEXITY, Metric
-from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task, parameter_groups
+from triaccel_ray.trainables.task import WITHIN_BUDGET, Purpose, Recipe, Splits, Task, parameter_groups
 from triaccel_ray.trainables.text_files import Windows, read_bytes, split_by_file, text_files
 
 NUM_BYTES = 256
@@ -98,6 +98,7 @@ class TextGpt(Task):
     """Maximum of training windows of `context` bytes in an epoch, spread over the text; an eighth of it to evaluate."""
     recipe: ClassVar[Recipe] = Recipe(epochs=5, lr=2e-3, warmup_epochs=0.5, weight_decay=0.1, amp="bf16")
     control: ClassVar[ControlConfig] = ControlConfig(
+        **WITHIN_BUDGET,
         every_steps=20,
         curvature=CurvatureConfig(every_steps=200, num_samples=8),
         batch=BatchConfig(start=32, minimum=16, maximum=64, granularity=16, lr_rule="sqrt", bound_by_noise_scale=True),

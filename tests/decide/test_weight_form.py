@@ -79,15 +79,7 @@ def test_the_first_form_that_fits_is_chosen(needed: WeightForm, expected: Weight
 @pytest.mark.parametrize(
     ("config", "changes", "form", "texts"),
     [
-        (
-            OPEN,
-            {"headroom_bytes": None},
-            PLAIN,
-            [
-                "weights stay FP32: there is no memory budget",
-                "parameters are updated after the backward pass: there is no memory budget",
-            ],
-        ),
+        (OPEN, {"headroom_bytes": None}, PLAIN, []),  # no memory budget
         (
             OPEN,
             {"unsupported_because": "no kernel steps RMSprop"},
@@ -124,9 +116,9 @@ def test_the_first_form_that_fits_is_chosen(needed: WeightForm, expected: Weight
         (
             OPEN,
             {"may_use_fp16": True},
-            PLAIN,
+            SPLIT,
             [
-                "weights stay FP32: layers may compute in FP16, where split weights save less",
+                "weights are split: a step would need up to",
                 "parameters are updated after the backward pass: layers may compute in FP16, where an overflow would",
             ],
         ),
@@ -151,7 +143,7 @@ def test_what_speaks_against_a_form_is_a_reason_and_what_is_given_wins(
     found, reasons = decide_form(config, replace(GPT, **{"headroom_bytes": 1, **changes}))
     assert found == form
     assert [reason.text.startswith(text) for reason, text in zip(reasons, texts, strict=True)] == [True] * len(texts)
-    assert {(reason.code, reason.subject) for reason in reasons} == {(ReasonCode.WEIGHT_FORM, "memory")}
+    assert {(reason.code, reason.subject) for reason in reasons} <= {(ReasonCode.WEIGHT_FORM, "memory")}
 
 
 def test_a_reason_has_what_it_compares() -> None:
@@ -175,14 +167,12 @@ def test_several_ranks_share_the_optimizer_if_split_weights_do_not_suffice() -> 
     *_, reason = decide_form(SHARING, replace(pair, budget_bytes=held + 9000))[1]
     assert reason.text.startswith("ranks share the optimizer's state: a step would need up to")
     assert reason.value == needed_bytes(GPT, SPLIT)
-    for signal, why in (
-        (replace(alone, budget_bytes=held), "there is one rank"),
-        (replace(pair, headroom_bytes=1), "memory_headroom does not count it"),
-        (replace(pair, budget_bytes=None), "there is no memory budget"),
-    ):
-        form, (*_, reason) = decide_form(SHARING, signal)
-        assert not form.shares_optimizer
-        assert reason.text == f"each rank holds the optimizer's whole state: {why}"
+    form, (*_, reason) = decide_form(SHARING, replace(pair, headroom_bytes=1))
+    assert not form.shares_optimizer
+    assert reason.text == "each rank holds the optimizer's whole state: memory_headroom does not count it"
+    form, reasons = decide_form(SHARING, replace(alone, budget_bytes=held))
+    assert not form.shares_optimizer
+    assert not any("optimizer" in reason.text for reason in reasons)  # a single rank has nothing to share
 
 
 @pytest.mark.parametrize("weights", ["fp32", "split"])

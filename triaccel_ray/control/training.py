@@ -85,12 +85,13 @@ class Training:
         self._require_kernel(optimizer)
         self.memory, self.pool = memory_meter(self.device, *memory), GraphPool(self.device)
         source, data_on = as_source(data), config.execution.data_on
-        is_delivered = needs_form(config) and not isinstance(source, TensorSource)
+        is_open = needs_form(config) and memory != (None, None)
+        is_delivered = is_open and not isinstance(source, TensorSource)
         if is_delivered:
             source = delivered(source, self.device, data_on)
         self.parameters: ParameterSignal | None = None
         """What decides the form of the weights, if the settings leave it open."""
-        if needs_form(config):
+        if is_open:
             task = CheckedTask(model=model, optimizer=optimizer, loss=loss, source=source)
             with self._on_stream():
                 self.parameters = parameter_signal(task, self.layers, config, limits=memory, ranks=self.ranks)

@@ -53,12 +53,11 @@ def decide_form(config: ControlConfig, signal: ParameterSignal | None) -> tuple[
     """
     given = {field: getattr(config, name) in (True, "split") for name, field in _FIELDS.items()}
     forms = [WeightForm(**given)]
-    if signal is None:
+    if signal is None or room_bytes(signal, forms[0]) is None:
         return forms[0], []
-    has_budget, refused, before = room_bytes(signal, forms[0]) is not None, {}, {}
-    for name in _open_settings(config):
-        obstacle = _obstacle(name, config, signal) if has_budget else "there is no memory budget"
-        if obstacle:
+    refused, before = {}, {}
+    for name in _open_settings(config, signal):
+        if obstacle := _obstacle(name, config, signal):
             refused[name] = obstacle
         else:
             before[name] = forms[-1]
@@ -66,7 +65,7 @@ def decide_form(config: ControlConfig, signal: ParameterSignal | None) -> tuple[
     form = next((each for each in forms if _excess_bytes(signal, each) <= 0), None)
     form = form or min(forms, key=lambda each: _excess_bytes(signal, each))
     reasons = []
-    for name in _open_settings(config):
+    for name in _open_settings(config, signal):
         is_lean = getattr(form, _FIELDS[name])
         compared = before[name] if is_lean else form
         needed, room = needed_bytes(signal, compared), max(room_bytes(signal, compared) or 0, 0)
@@ -121,8 +120,10 @@ def _excess_bytes(signal: ParameterSignal, form: WeightForm) -> int:
     return 0 if room is None else needed_bytes(signal, form) - room
 
 
-def _open_settings(config: ControlConfig) -> Iterator[str]:
-    return (name for name in _FIELDS if getattr(config, name) == "auto")
+def _open_settings(config: ControlConfig, signal: ParameterSignal) -> Iterator[str]:
+    """Yields the settings that are `auto`; a single rank has nothing to share."""
+    is_shared = signal.num_ranks > 1
+    return (name for name in _FIELDS if getattr(config, name) == "auto" and (is_shared or name != "shard_optimizer"))
 
 
 def _obstacle(name: str, config: ControlConfig, signal: ParameterSignal) -> str:
@@ -131,16 +132,13 @@ def _obstacle(name: str, config: ControlConfig, signal: ParameterSignal) -> str:
     if signal.unsupported_because:
         return signal.unsupported_because
     if name == "shard_optimizer":
-        if signal.num_ranks == 1:
-            return "there is one rank"
         return "" if signal.headroom_bytes is None else "memory_headroom does not count it"
     if config.batch.accumulate > 1:
         return f"sums of the gradients of {config.batch.accumulate} micro-batches take as much"
-    if signal.may_use_fp16:
-        text = "split weights save less" if is_split else "an overflow would be found after some are updated"
-        return f"layers may compute in FP16, where {text}"
     if is_split:
         return "" if signal.num_in_bf16 else "no layer with weights of its own computes in BF16"
+    if signal.may_use_fp16:
+        return "layers may compute in FP16, where an overflow would be found after some are updated"
     if config.clip_norm is not None:
         return f"clip_norm = {config.clip_norm:g} would use the norm of the step before"
     if signal.num_ranks > 1:
