@@ -73,6 +73,38 @@ def test_a_suspended_loop_leaves_the_model_to_compute_in_fp32() -> None:
     assert loop.evaluate(blobs(8)).num_samples == 8
 
 
+class FrozenNorm(nn.Module):
+    """A network whose own `train` keeps its norm in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def train(self, mode: bool = True) -> "FrozenNorm":
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.linear(self.norm(inputs))
+        return outputs
+
+
+def test_a_model_that_keeps_its_norms_frozen_trains_with_them_frozen() -> None:
+    model = FrozenNorm()
+    loop, _ = loop_of(model, blobs(24), QUIET)
+    for _ in range(2):
+        loop.train_epoch()
+        loop.evaluate(blobs(8))
+    assert model.norm.num_batches_tracked == 0
+    assert not model.norm.running_mean.any()
+    norm = nn.BatchNorm1d(8)
+    norm.eval()  # a module's own mode, without such a `train`, stays as it is too
+    loop, _ = loop_of(nn.Sequential(norm, nn.Linear(8, 4)), blobs(24), QUIET)
+    loop.train_epoch()
+    assert norm.num_batches_tracked == 0
+
+
 def test_a_late_decision_holds_three_steps_later_and_is_recorded_five_after_that() -> None:
     loop, ticks = loop_of(mlp(), blobs(240), replace(QUIET, every_steps=9))
     loop._pending.decides_late = True

@@ -17,6 +17,8 @@ from tests.build import (
     images,
     loop_of,
     mlp,
+    same,
+    values,
 )
 from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.data.sources import TensorSource
@@ -140,6 +142,49 @@ def test_trying_curvature_leaves_random_states_and_training_as_they_are() -> Non
         losses.append(loop.train_epoch().loss)
         loop.close()
     assert losses[0] == losses[1]
+
+
+class Queue(nn.Module):
+    """A network that keeps count of its samples, in training and in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.register_buffer("num_samples", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.num_samples += len(inputs)
+        outputs: Tensor = self.linear(inputs)
+        return outputs
+
+
+class Centered(nn.Module):
+    """A loss that subtracts the moving average of the outputs in training mode, and adds noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.training:
+            self.center = 0.9 * self.center + 0.1 * outputs.detach().mean(0)
+        return cross_entropy(outputs - self.center + 0.1 * torch.randn_like(outputs), targets)
+
+
+@pytest.mark.parametrize("method", ["fisher", "ggn", "hessian"])
+def test_measuring_changes_neither_buffers_nor_random_numbers_of_model_and_loss(method: Any) -> None:
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(3)
+        model, loss = Queue(), Centered()
+        config = replace(QUIET, curvature=CurvatureConfig(enabled=enabled, every_steps=2, num_samples=8, method=method))
+        torch.manual_seed(4)
+        loop, _ = loop_of(model, blobs(24), config, loss=loss)
+        value = loop.train_epoch().loss
+        assert model.num_samples == 24
+        found.append((value, values(model), loss.center))
+        assert (loop.tick().decision.state.layers["linear"].eigenvalues is not None) == enabled
+    assert same(found[0], found[1])
 
 
 def test_a_later_error_switches_curvature_off_also_for_a_resumed_run() -> None:

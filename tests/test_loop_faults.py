@@ -29,7 +29,7 @@ from triaccel_ray.decide import replay
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.memory import MIB, memory_meter
 from triaccel_ray.records.events import Tick
-from triaccel_ray.records.plan import FaultKind
+from triaccel_ray.records.plan import FaultKind, Precision
 
 
 def test_an_out_of_memory_error_shrinks_the_batch_until_memory_is_back() -> None:
@@ -60,6 +60,27 @@ def test_an_error_of_memory_that_nothing_helps_says_what_fills_it(budget: int | 
         loop.step()
     assert str(raised.value).endswith(f"The error was: {first_line(raised.value.__cause__)}")
     assert "weights = 'split'" in str(raised.value)
+
+
+class Gathering(nn.Module):
+    """Adds up a layer's outputs in a tensor of its own, which is FP32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.linear(inputs)
+        return torch.zeros(len(hidden), 4).index_add_(0, torch.arange(len(hidden)), hidden)
+
+
+def test_an_error_of_code_that_takes_no_16_bits_says_how_to_train_in_fp32() -> None:
+    low = replace(QUIET.precision, initial=Precision.BF16, allow_slow_precisions=True)
+    loop, _ = loop_of(Gathering(), blobs(24), replace(QUIET, precision=low))
+    with pytest.raises(RuntimeError, match=r"scalar type \(layers return BF16 or FP16, .*initial=Precision.FP32\)"):
+        loop.step()
+    loop, _ = loop_of(Gathering(), blobs(24), QUIET)
+    loop.step()
 
 
 class Wide(nn.Module):

@@ -8,7 +8,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.build import BF16, FP16, FP32, ConvNet, Limited, cross_entropy, images, same, shift_and_noise
+from tests.build import (
+    BF16,
+    FP16,
+    FP32,
+    QUIET,
+    ConvNet,
+    Limited,
+    blobs,
+    cross_entropy,
+    images,
+    mlp,
+    same,
+    shift_and_noise,
+    values,
+)  # fmt: skip
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, LossScaleConfig, PrecisionConfig
 from triaccel_ray.data.sources import TensorSource
@@ -173,6 +187,39 @@ def test_every_way_of_measuring_curvature_resumes(method: Any, tmp_path: Path) -
 @pytest.mark.parametrize("stop", [1, 12])
 def test_a_resumed_baseline_equals_an_uninterrupted_one(method: str, stop: int, tmp_path: Path) -> None:
     assert_resumes(lambda seed: baseline_loop(seed, method), stop, tmp_path / "checkpoint.pt")
+
+
+class Balanced(nn.Module):
+    """A loss that weights classes by how often it has seen them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counts", torch.ones(4))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.counts += targets.bincount(minlength=4)
+        return nn.functional.cross_entropy(outputs, targets, self.counts.sum() / self.counts)
+
+
+@pytest.mark.parametrize("kind", ["loop", "baseline"])
+def test_a_loss_with_buffers_is_not_changed_by_the_check_and_resumes(kind: str, tmp_path: Path) -> None:
+    def make() -> tuple[Any, Balanced]:
+        model, loss = mlp(), Balanced()
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        if kind == "loop":
+            return ControlLoop(model, optimizer, loss, blobs(60), config=QUIET), loss
+        return BaselineLoop(model, optimizer, loss, blobs(60), method="fp32", batch_size=8), loss
+
+    (whole, loss), (second, resumed) = make(), make()
+    assert loss.counts.tolist() == [1.0] * 4
+    for _ in range(3):
+        whole.step()
+    save_checkpoint(tmp_path / "checkpoint.pt", whole.state_dict())
+    second.load_state_dict(load_checkpoint(tmp_path / "checkpoint.pt"))
+    for loop in (whole, second):
+        loop.train_epoch()
+    assert torch.equal(resumed.counts, loss.counts)
+    assert same(values(second.model), values(whole.model))
 
 
 @pytest.mark.parametrize("stop", [3, 11])

@@ -6,7 +6,7 @@ from triaccel_ray.config import ExecutionConfig as ExecutionConfig
 from triaccel_ray.config import LossScaleConfig as LossScaleConfig
 from triaccel_ray.config import PrecisionConfig as PrecisionConfig
 from triaccel_ray.control.epochs import EpochStats as EpochStats
-from triaccel_ray.control.nonfinite import NonFiniteGradientsError as NonFiniteGradientsError
+from triaccel_ray.control.errors import NonFiniteGradientsError as NonFiniteGradientsError
 from triaccel_ray.cuda.allocator import use_lean_memory as use_lean_memory
 from triaccel_ray.data.data_source import DataSource as DataSource
 from triaccel_ray.data.dataset import DatasetSource as DatasetSource

@@ -15,9 +15,9 @@ from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate, evaluatio
 from triaccel_ray.config import ControlConfig, require_instance
 from triaccel_ray.control.consensus import agreed_observation, require_same_steps
 from triaccel_ray.control.curvature import ScheduledCurvature
-from triaccel_ray.control.epochs import EpochLoop, EpochProgress, EpochStats, SampleSchedule, Schedule
-from triaccel_ray.control.nonfinite import NonFiniteGradientsError as NonFiniteGradientsError
-from triaccel_ray.control.nonfinite import require_finite
+from triaccel_ray.control.epochs import EpochLoop, EpochProgress, EpochStats, SampleSchedule, Schedule, loss_part
+from triaccel_ray.control.errors import NonFiniteGradientsError as NonFiniteGradientsError
+from triaccel_ray.control.errors import explaining_errors, require_finite
 from triaccel_ray.control.pending_tick import RECORD_AFTER, PendingTick
 from triaccel_ray.control.training import Training
 from triaccel_ray.data.sources import default_config
@@ -25,7 +25,7 @@ from triaccel_ray.decide import ControlState, decide, initial_decision
 from triaccel_ray.measure.profile import ProfileMeter
 from triaccel_ray.measure.sensors import Sensors
 from triaccel_ray.measure.timing import StepTimer
-from triaccel_ray.model.layers import Loss
+from triaccel_ray.model.layers import Loss, overrides_train
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.events import Tick
 from triaccel_ray.records.plan import Plan
@@ -156,7 +156,7 @@ class ControlLoop(EpochLoop):
         if self.sampler.at_epoch_start:
             self._epoch.begin()
             timer.interrupt()
-        if not self.model.training:
+        if not self.model.training or (self.sampler.at_epoch_start and overrides_train(self.model)):
             self.model.train()
         precision.weights.refresh()
         lr_factor = self._schedule.factor(self.sampler.position) * plan.batch_lr_scale
@@ -165,7 +165,7 @@ class ControlLoop(EpochLoop):
         indices = self.sampler.take(plan.batch_size)
         timer.begin()
         shares = self.sampler.last_batch
-        with self._training.explaining_shortage():
+        with explaining_errors(self.memory, precision):
             faults = self._training.steps.run(indices, scale, step=self.num_steps, shares=shares)
         timer.end(counts=shares.num_samples == plan.batch_size)
         self._schedule.advance(self.sampler)
@@ -289,6 +289,7 @@ class ControlLoop(EpochLoop):
         return {
             "sampler": self.sampler,  # first, because it rejects the state of another data set
             "model": self.model,
+            **loss_part(self._training.loss),
             "optimizer": self.optimizer,
             "schedule": self._schedule,
             "loss_scale": self.loss_scale,

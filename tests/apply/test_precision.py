@@ -39,6 +39,27 @@ def test_a_layer_computes_as_one_that_is_cast_and_gets_fp32_gradients(kind: str,
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
+class Age(nn.Module):
+    """A layer that takes seconds since 1970, in FP64: FP32 resolves 128 s of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 1))
+
+    def forward(self, seconds: Tensor) -> Tensor:
+        return (seconds - 1.7e9).float() @ self.weight
+
+
+def test_a_layer_in_fp32_widens_16_bits_and_leaves_fp64() -> None:
+    model = nn.Sequential(Age())
+    precision = controlled(model, FP32)
+    with precision.in_force():
+        assert model(torch.tensor([[1.7e9 + 3.0]], dtype=torch.float64)).item() == 3.0
+    linear = nn.Sequential(nn.Linear(4, 2))
+    with controlled(linear, FP32).in_force():
+        assert linear(torch.ones(1, 4, dtype=torch.bfloat16)).dtype is torch.float32
+
+
 @pytest.mark.parametrize("levels", [[FP16, BF16, FP32], [FP32]])
 def test_suspended_is_the_untouched_model_bit_for_bit(levels: list[Precision]) -> None:
     model, inputs = ConvNet().eval(), images(4)[0]

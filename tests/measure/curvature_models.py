@@ -236,7 +236,7 @@ def directly(
     objective.require_samples(method)
     layers = find_layers(model) if layers is None else layers
     measured = BlockPower(layers, top_k) if method == "hessian" else GramMethod(layers, method, top_k)
-    with measuring(model, strict_fp32=method != "hessian"):
+    with measuring(model, loss, strict_fp32=method != "hessian"):
         return measured.measure(objective, generator or draws(), num_iterations)
 
 

@@ -66,7 +66,7 @@ def test_the_callers_modes_do_not_matter(method: Any) -> None:
 @pytest.mark.parametrize("inference", [True, False])
 def test_backward_passes_run_in_the_calling_thread_while_it_measures(enabled: bool, inference: bool) -> None:
     with torch.autograd.set_multithreading_enabled(enabled):
-        with torch.inference_mode(inference), measuring(nn.Linear(2, 2)):
+        with torch.inference_mode(inference), measuring(nn.Linear(2, 2), nn.functional.cross_entropy):
             assert not torch._C._is_multithreading_enabled()
         assert torch._C._is_multithreading_enabled() == enabled
 

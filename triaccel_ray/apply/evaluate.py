@@ -15,7 +15,7 @@ from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.data.sources import DataSource, IterableSource, as_source
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.model.dry_run import attributing_errors, described, described_pair
-from triaccel_ray.model.layers import Loss, forward, preserved_modes
+from triaccel_ray.model.layers import Loss, forward, preserved_modes, trained_modules
 from triaccel_ray.model.metrics import ACCURACY, Metric, Values, as_metrics, is_classification
 from triaccel_ray.model.pytree import tensors_in
 from triaccel_ray.records.plan import Fault, FaultKind
@@ -80,7 +80,7 @@ def evaluate(
     faults: list[Fault] = []
     cursor = 0
     ranks = ranks or Ranks()
-    modules = nn.ModuleList(each for each in (model, loss) if isinstance(each, nn.Module))
+    modules = trained_modules(model, loss)
     with Agreement(ranks).agreeing(), preserved_modes(modules):
         for module in modules:
             module.eval()

@@ -16,7 +16,7 @@ from triaccel_ray.apply.depthwise import forward_of
 from triaccel_ray.apply.fused_norm import FusedNorm
 from triaccel_ray.apply.weights import Weights
 from triaccel_ray.model.layers import Layer, uncompiled
-from triaccel_ray.model.pytree import cast_floating, tensors_in
+from triaccel_ray.model.pytree import cast_floating, tensors_in, widened
 from triaccel_ray.records.plan import Precision
 
 DTYPES: Mapping[Precision, torch.dtype] = MappingProxyType(
@@ -212,7 +212,7 @@ class LayerPrecision:
                 return original(module, *args, **kwargs)
             if region.dtype is torch.float32:
                 with torch.autocast(device_type, enabled=False):
-                    return computed(module, *cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32))
+                    return computed(module, *widened(args), **widened(kwargs))
             # Uncached: autocast's cache does not distinguish FP16 casts of a weight from BF16 casts.
             with torch.autocast(device_type, dtype=region.dtype, cache_enabled=False), computing():
                 return computed(module, *args, **kwargs)

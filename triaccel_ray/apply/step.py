@@ -21,7 +21,7 @@ from triaccel_ray.apply.step_in_backward import StepInBackward
 from triaccel_ray.cuda.capture_checks import watched
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError, first_line, is_out_of_memory
 from triaccel_ray.data.sampler import Sampler
-from triaccel_ray.model.layers import Loss, forward, restoring_buffers
+from triaccel_ray.model.layers import Loss, forward, restoring_buffers, trained_modules
 from triaccel_ray.model.pytree import cast_floating
 from triaccel_ray.records.plan import Fault, FaultKind, Storage
 from triaccel_ray.records.signals import RegionSignal
@@ -100,7 +100,7 @@ class Step:
         """A short batch is not split further once its micro-batches hold at most this many samples."""
         self._is_budget_waived = False
         self._parameters = tuple(model.parameters())
-        self._modules_with_buffers = tuple(module for module in model.modules() if module._buffers)
+        self._modules_with_buffers = tuple(m for m in trained_modules(model, loss).modules() if m._buffers)
 
     @property
     def is_compiled(self) -> bool:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase  # no public class covers batch and instance normalization
 
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.control.training import Training
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
+from triaccel_ray.cuda.random_states import preserved_random_states
 from triaccel_ray.decide.curvature import measuring_share
 from triaccel_ray.measure.curvature.meter import CurvatureMeter
 from triaccel_ray.measure.sensors import Sensors
 from triaccel_ray.measure.timing import TimeShare
+from triaccel_ray.model.layers import restoring_buffers, trained_modules
 from triaccel_ray.records.plan import Fault, FaultKind
 
 
@@ -36,6 +41,9 @@ class ScheduledCurvature:
             capture=training.steps.enabled,
         )
         self._generator = torch.Generator().manual_seed(seed)
+        modules = trained_modules(training.model, training.loss).modules()
+        # Norms write theirs in training mode alone, and networks have many.
+        self._with_buffers = [each for each in modules if each._buffers and not isinstance(each, _NormBase)]
         self._reported: set[str] = set()
         # No share if the batch may be waiting for the noise scale, nor on a CPU, where equal runs must do equal work.
         needs_noise = config.batch.bound_by_noise_scale or config.batch.lr_rule == "adascale"
@@ -52,7 +60,7 @@ class ScheduledCurvature:
             return
         indices = self._sampler.source.probe(2)
         self._training.memory.refresh_peaks()  # the dry run resets the allocator's peaks
-        with self._share.timed(counts=False), self._training.suspended():
+        with self._share.timed(counts=False), self._undisturbed():
             self.meter.dry_run(*self._samples_at(indices))
         self._training.memory.trim()
         self._report(step=0)
@@ -63,6 +71,13 @@ class ScheduledCurvature:
         self._measure(step)
         self._training.steps.agree()  # a rank may have released its graphs to make room
 
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Returns a context to measure in, after which buffers and random states are those of before."""
+        with self._training.suspended(), preserved_random_states(), contextlib.ExitStack() as stack:
+            stack.callback(restoring_buffers(self._with_buffers))
+            yield
+
     def _measure(self, step: int) -> None:
         cannot = bool(self.meter.off_because) or self._waits(step)
         if self._training.ranks.any(cannot):  # all measure at once, or each would wait for the others in turn
@@ -72,7 +87,7 @@ class ScheduledCurvature:
             self._training.pool.release()  # or the process would hold memory for a step and a measurement at once
         batch = None
         try:
-            with self._training.suspended():
+            with self._undisturbed():
                 with self._share.timed():
                     batch = self._samples_at(indices)
                     seconds = self.meter.prepare(*batch, budget_bytes=self._step_bytes())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -22,6 +22,7 @@ from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.measure.energy import energy_counter
 from triaccel_ray.measure.memory import MemoryMeter
 from triaccel_ray.measure.timing import synchronize
+from triaccel_ray.model.layers import Loss
 
 Schedule = Callable[[float], float] | LRScheduler
 """Function of the epochs trained (fractional) that returns a factor on learning rates; or the optimizer's scheduler."""
@@ -197,6 +198,11 @@ class EpochProgress:
     def _now(self) -> float:
         synchronize(self._device)
         return time.perf_counter()
+
+
+def loss_part(loss: Loss) -> dict[str, nn.Module]:
+    """Returns the loss by its name in checkpoints, if it is a module with buffers, such as running statistics."""
+    return {"loss": loss} if isinstance(loss, nn.Module) and any(True for _ in loss.buffers()) else {}
 
 
 class EpochLoop(ABC):

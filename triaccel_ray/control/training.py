@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from triaccel_ray.apply.activations import Activations
-from triaccel_ray.apply.agreement import Agreement, PeerOutOfMemoryError
+from triaccel_ray.apply.agreement import Agreement
 from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.apply.compile import Compilation, is_compiled
 from triaccel_ray.apply.divide import divide
@@ -32,12 +32,11 @@ from triaccel_ray.control.update import TrainingUpdate
 from triaccel_ray.control.weight_form import CheckedTask, parameter_signal
 from triaccel_ray.cuda.capture_checks import watching_forward
 from triaccel_ray.cuda.graphs import GraphPool
-from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.stream_pool import PooledStream
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import TensorSource, as_source, delivered
 from triaccel_ray.decide.weight_form import decide_form, needs_form
-from triaccel_ray.measure.memory import memory_meter, mib
+from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.model.dry_run import require_working
 from triaccel_ray.model.gradients import Gradients
@@ -132,23 +131,6 @@ class Training:
     def precision(self) -> LayerPrecision:
         """The object that runs each layer in its precision."""
         return self.steps.step.precision
-
-    @contextlib.contextmanager
-    def explaining_shortage(self) -> Iterator[None]:
-        """Raises a step's out-of-memory error again, with what fills this process's memory, and what would help."""
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or isinstance(error, PeerOutOfMemoryError):
-                raise
-            memory = self.memory
-            raise torch.OutOfMemoryError(
-                f"not even one sample at a time fits into the {'memory budget' if memory.has_budget else 'memory'} of "
-                f"{mib(memory.limit_bytes)}: before the first batch the process held {mib(memory.idle_bytes)} on "
-                f"{memory.name}; gradients and optimizer state are added to that. Give more memory, or set "
-                "weights = 'split', step_in_backward = True, or optimizer_state = '8bit'. The error was: "
-                f"{first_line(error)}"
-            ) from error
 
     def make_room(self) -> None:
         """Frees the memory of captured steps, which can be captured again, and the allocator's unused blocks."""

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from triaccel_ray.cuda.out_of_memory import is_out_of_memory
 from triaccel_ray.cuda.random_states import preserved_random_states
 from triaccel_ray.data.sources import DataSource, TensorSource
-from triaccel_ray.model.layers import Loss, forward, preserved_modes, restoring_buffers, uncompiled, without_cudnn
+from triaccel_ray.model.layers import (
+    Loss,
+    forward,
+    preserved_modes,
+    restoring_buffers,
+    trained_modules,
+    uncompiled,
+    without_cudnn,
+)
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 
 OWN_PACKAGE = "triaccel_ray"
@@ -92,8 +100,9 @@ def require_working(
         UserCodeError: a user's function raised.
         TypeError, ValueError: a user's function returned an invalid value.
     """
-    with preserved_random_states(), preserved_modes(model), contextlib.ExitStack() as stack:
-        stack.callback(restoring_buffers(model.modules()))
+    modules = trained_modules(model, loss)
+    with preserved_random_states(), preserved_modes(modules), contextlib.ExitStack() as stack:
+        stack.callback(restoring_buffers(modules.modules()))
         stack.enter_context(uncompiled())  # compiling for two samples would take longer than the check
         stack.enter_context(without_cudnn())
         try:

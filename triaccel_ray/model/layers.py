@@ -166,6 +166,16 @@ Loss = Callable[[Any, Any], Tensor]
 their floating-point tensors in FP32."""
 
 
+def overrides_train(model: nn.Module) -> bool:
+    """Returns whether a module has its own `train`, as those that keep norms frozen: each epoch has to call it."""
+    return any(type(module).train is not nn.Module.train for module in model.modules())
+
+
+def trained_modules(model: nn.Module, loss: Loss) -> nn.ModuleList:
+    """Returns the model, and the loss if it is a module: what a step may change besides parameters."""
+    return nn.ModuleList(each for each in (model, loss) if isinstance(each, nn.Module))
+
+
 @contextlib.contextmanager
 def preserved_modes(model: nn.Module) -> Iterator[None]:
     """Returns a context that restores each module's training mode, even if a model overrides `eval()` or `train()`."""

@@ -35,6 +35,11 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
+def widened(value: Any) -> Any:
+    """Returns `value` with its floating-point tensors of less than 32 bits in FP32."""
+    return map_tensors(lambda x: x.float() if x.is_floating_point() and x.itemsize < 4 else x, value)
+
+
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Returns `value` with its floating-point tensors in `dtype`."""
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)

@@ -347,4 +347,4 @@ class CurvatureMeter:
         )
 
     def _measuring(self) -> contextlib.AbstractContextManager[None]:
-        return measuring(self._model, strict_fp32=self._name != "hessian")
+        return measuring(self._model, self._loss, strict_fp32=self._name != "hessian")

@@ -20,7 +20,15 @@ from triaccel_ray.measure.budget import Limits
 from triaccel_ray.measure.curvature.calls import Structure
 from triaccel_ray.measure.curvature.factors import slices
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, positive_roots
-from triaccel_ray.model.layers import Loss, forward, is_depthwise, preserved_modes, uncompiled, without_cudnn
+from triaccel_ray.model.layers import (
+    Loss,
+    forward,
+    is_depthwise,
+    preserved_modes,
+    trained_modules,
+    uncompiled,
+    without_cudnn,
+)
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 
 Head = Callable[[Any, "Objective"], tuple[Tensor, Sequence[Tensor | None]]]
@@ -221,8 +229,8 @@ def pull_back(
 
 
 @contextlib.contextmanager
-def measuring(model: nn.Module, *, strict_fp32: bool = False) -> Iterator[None]:
-    """Holds the model in eval mode, without autocast and with gradients enabled; restores its state afterwards.
+def measuring(model: nn.Module, loss: Loss, *, strict_fp32: bool = False) -> Iterator[None]:
+    """Holds model and loss in eval mode, without autocast and with gradients enabled; restores their modes afterwards.
 
     Backward passes run in the calling thread: PyTorch's own threads need workspaces of their own (see `PooledStream`).
     With `strict_fp32`, FP32 on a GPU is TF32 only inside `tensor_cores`; without it, PyTorch's flags decide.
@@ -232,13 +240,13 @@ def measuring(model: nn.Module, *, strict_fp32: bool = False) -> Iterator[None]:
     second derivatives need.
     """
     device_types = {p.device.type for p in model.parameters()}
-    modules = list(model.modules())
+    modules = list(trained_modules(model, loss).modules())
     contexts = [
         uncompiled(),
         # Entered even if inference mode is off: autograd may be disabled otherwise, as inside a custom operator.
         torch.inference_mode(False),
         *(torch.autocast(device_type, enabled=False) for device_type in device_types),
-        preserved_modes(model),
+        preserved_modes(trained_modules(model, loss)),
     ]
     if any(isinstance(module, nn.RNNBase) or is_depthwise(module) for module in modules):
         contexts.append(without_cudnn())

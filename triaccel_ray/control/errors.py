@@ -1,0 +1,60 @@
+"""Errors that end a training: gradients that stay NaN or infinite, and what PyTorch raises, with a way out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from triaccel_ray.apply.agreement import PeerOutOfMemoryError
+from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
+from triaccel_ray.measure.memory import MemoryMeter, mib
+from triaccel_ray.records.plan import Precision
+from triaccel_ray.records.signals import Observation
+
+_OF_LOW_PRECISION = ("BFloat16", "Half")
+"""Names of 16-bit types in PyTorch's messages about operations that do not take them."""
+_TO_FP32 = (
+    " (layers return BF16 or FP16, as under torch.autocast: cast the tensor with .float() in the model, or train FP32 "
+    "with PrecisionConfig(enabled=False, initial=Precision.FP32), --adapt-precision off --precision fp32)"
+)
+
+
+class NonFiniteGradientsError(RuntimeError):
+    """Training has diverged: too many consecutive steps had NaN or infinite gradients (`max_skipped_steps`)."""
+
+
+def require_finite(config: ControlConfig, observation: Observation) -> None:
+    """Raises an error if gradients stay NaN or infinite, except in FP16, whose overflows the loss scale handles."""
+    most, num_skipped = config.max_skipped_steps, observation.num_skipped_in_row
+    if num_skipped >= most and Precision.FP16 not in observation.plan.precision.values():
+        raise NonFiniteGradientsError(
+            f"the gradients of the last {num_skipped} steps were NaN or infinite, up to step {observation.step}: "
+            "none of these steps was made. Lower the learning rate, set clip_norm, or look for log(0) and 0/0 in "
+            f"model and loss; max_skipped_steps = {most} says how many may follow one another"
+        )
+
+
+@contextlib.contextmanager
+def explaining_errors(memory: MemoryMeter, precision: LayerPrecision) -> Iterator[None]:
+    """Adds to an error of the step inside what would help: if memory has run out, or code takes no 16-bit tensors."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, TypeError) as error:
+        if not is_out_of_memory(error):
+            is_low = any(dtype is not torch.float32 for dtype in precision.key)
+            if is_low and any(sign in str(error) for sign in _OF_LOW_PRECISION):
+                error.args = (f"{error}{_TO_FP32}",)
+            raise
+        if isinstance(error, PeerOutOfMemoryError):
+            raise
+        raise torch.OutOfMemoryError(
+            f"not even one sample at a time fits into the {'memory budget' if memory.has_budget else 'memory'} of "
+            f"{mib(memory.limit_bytes)}: before the first batch the process held {mib(memory.idle_bytes)} on "
+            f"{memory.name}; gradients and optimizer state are added to that. Give more memory, or set "
+            "weights = 'split', step_in_backward = True, or optimizer_state = '8bit'. The error was: "
+            f"{first_line(error)}"
+        ) from error
