@@ -13,7 +13,7 @@ from tests.service.records import RUN_SPEC
 from triaccel_ray.config import PrecisionConfig
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.records.events import End, EventLog, LogError, Start
-from triaccel_ray.records.plan import Precision, Storage
+from triaccel_ray.records.plan import Precision, Reason, ReasonCode, Storage
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.commands.replay import reasons_grid, verdict
 from triaccel_ray.service.runs.record import RunRecord
@@ -121,6 +121,22 @@ def test_reasons_are_listed_oldest_first_and_cut(run: RunRecord) -> None:
     assert (len(grid.rows), grid.note) == (3, f"{total - 3} more; --reasons {total} shows all")
     assert (len(whole.rows), whole.note) == (total, "")
     assert [int(row[0]) for row in whole.rows] == sorted(int(row[0]) for row in whole.rows)
+
+
+def test_a_reason_that_lasts_has_one_row_with_its_first_and_last_step(run: RunRecord) -> None:
+    reasons = [Reason(code=ReasonCode.MEMORY_LOW, subject="batch", text=text) for text in ("grows", "waits", "stays")]
+    said = ([0, 1], [1], [1, 2], [], [1])
+    ticks = [
+        replace(
+            tick,
+            observation=replace(tick.observation, step=10 * index),
+            decision=replace(tick.decision, reasons=tuple(reasons[each] for each in chosen)),
+        )
+        for index, (tick, chosen) in enumerate(zip(run.ticks, said, strict=False))
+    ]
+    grid = reasons_grid(replace(run, ticks=tuple(ticks)), most=9)
+    rows = [(row[0], row[3]) for row in grid.rows]
+    assert rows == [("0", "grows"), ("0 to 20", "waits"), ("20", "stays"), ("40", "waits")]
 
 
 def test_what_holds_no_ticks_cannot_be_replayed(run: RunRecord) -> None:

@@ -17,17 +17,26 @@ _OTHER_VERSION = "under its own configuration that means the log was written by 
 
 
 def reasons_grid(run: RunRecord, *, most: int) -> Grid:
-    """Returns the reasons of a run's decisions, oldest first, at most `most` of them.
+    """Returns the reasons of a run's decisions, oldest first, at most `most` of them; one that lasts has one row.
 
     Raises:
         ValueError: `most` is negative.
     """
     check_field("reasons", most, int, "[0, inf)")
-    rows = [
-        [str(tick.observation.step), reason.subject, reason.code.value, reason.text]
-        for tick in run.ticks
-        for reason in tick.decision.reasons
-    ]
+    rows: list[list[str]] = []
+    before: dict[tuple[str, str, str], list[str]] = {}
+    for tick in run.ticks:
+        step = str(tick.observation.step)
+        lasting: dict[tuple[str, str, str], list[str]] = {}
+        for reason in tick.decision.reasons:
+            words = reason.subject, reason.code.value, reason.text
+            if (row := before.get(words)) is None:
+                row = [step, *words]
+                rows.append(row)
+            else:
+                row[0] = f"{row[0].partition(' ')[0]} to {step}"
+            lasting[words] = row
+        before = lasting
     hidden = len(rows) - most
     note = f"{hidden} more; --reasons {len(rows)} shows all" if hidden > 0 else ""
     title = f"{run.name}: decisions and their reasons"
