@@ -176,10 +176,21 @@ class LayerwiseOptimizer:
             factor = self._lr_factor_on_device
             scale = self._one if divisor is None else divisor
             self._fused[bucket].launch(gradients, lr_factor=factor, loss_scale=scale, found_nonfinite=found_nonfinite)
+            if self._has_buckets:
+                self._raise_versions(self._fused[bucket].written(gradients))
         else:
             self._step_by_groups(gradients, divisor, found_nonfinite)
         if self._shards is not None:
             self._shards.exchange(self._last_companions if self._fused else {})
+
+    def _raise_versions(self, written: Sequence[nn.Parameter]) -> None:
+        """Has autograd refuse to compute the rest of the backward pass from parameters that were `written` within it.
+
+        Autograd runs an operation that it differentiates by a weight before the weight's step. Others may come later.
+        """
+        torch.autograd.graph.increment_version(written)
+        if self._split_weights is not None:
+            self._split_weights.accept_step(written)
 
     def _step_by_groups(self, gradients: Gradients, divisor: Tensor | None, found_nonfinite: Tensor) -> None:
         """Steps the user's optimizer with a parameter group for each learning rate."""
