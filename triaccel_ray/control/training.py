@@ -134,11 +134,16 @@ class Training:
         return self.steps.step.precision
 
     @contextlib.contextmanager
-    def explaining_shortage(self) -> Iterator[None]:
-        """Raises a step's out-of-memory error again, with what fills this process's memory, and what would help."""
+    def explaining_errors(self) -> Iterator[None]:
+        """Raises a step's out-of-memory error again, with what fills this process's memory, and what would help.
+
+        An error that split weights may cause, since they have another dtype, gets a note.
+        """
         try:
             yield
         except (RuntimeError, MemoryError) as error:
+            if self._split_weights is not None and "BFloat16" in str(error):
+                error.add_note("with weights = 'split', weights of layers in BF16 are BF16: cast them, or give 'fp32'")
             if not is_out_of_memory(error) or isinstance(error, PeerOutOfMemoryError):
                 raise
             memory = self.memory
