@@ -134,6 +134,81 @@ def test_an_overflow_changes_neither_weights_nor_moments_not_even_at_the_first_s
     assert same(kept_of(model, optimizer), kept)
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Steps its parameters by other optimizers, with which it shares the groups."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.each = [*inner.values()] if isinstance(inner, dict) else inner if isinstance(inner, list) else [inner]
+        groups = [group for optimizer in self.each for group in optimizer.param_groups]
+        super().__init__(groups, {})
+        if not isinstance(inner, list | dict):
+            self.param_groups = inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        for optimizer in self.each:
+            optimizer.step()
+
+
+WRAPPERS: dict[str, Any] = {
+    "one": lambda make, first, rest: Wrapping(make([*first, *rest])),
+    "list": lambda make, first, rest: Wrapping([make(first), make(rest)]),
+    "dict": lambda make, first, rest: Wrapping({"first": make(first), "rest": make(rest)}),
+    "nested": lambda make, first, rest: Wrapping([Wrapping(make(first)), make(rest)]),
+}
+
+
+@EVERY
+@pytest.mark.parametrize("how", WRAPPERS)
+def test_an_optimizer_that_wraps_others_steps_as_they_do_alone(kind: str, how: str) -> None:
+    model, reference = mlp(), mlp()
+    parameters = list(model.parameters())
+    user = WRAPPERS[how](OPTIMIZERS[kind], parameters[:3], parameters[3:])
+    optimizer, plain = LayerwiseOptimizer(user, find_layers(model)), layerwise(reference, kind)
+    groups = [each.param_groups for each in (user, *user.each)]
+    for seed, found in enumerate([FINE, OVERFLOW, FINE]):
+        for net, each in ((model, optimizer), (reference, plain)):
+            backward(net, seed)
+            step(each, net, 0.5, SCALES, found)
+        assert same(values(model), values(reference))
+    assert all(each.param_groups is own for each, own in zip((user, *user.each), groups, strict=True))
+    assert {group["lr"] for own in groups for group in own} == {plain.optimizer.param_groups[0]["lr"]}
+
+
+def test_a_wrapper_keeps_what_its_optimizers_write_to_their_groups_and_leaves_other_optimizers_alone() -> None:
+    model, other = mlp(), mlp()
+    counting = CountingSGD(model.parameters(), lr=0.1)
+    user = Wrapping(counting)
+    user.of_another_model = CountingSGD(other.parameters(), lr=0.1)
+    user._step_supports_amp_scaling = True  # as a wrapper that passes on all attributes says
+    optimizer = LayerwiseOptimizer(user, find_layers(model))
+    assert optimizer.waits_for_host  # the wrapped one would not skip
+    for _ in range(2):
+        backward(model, 0)
+        step(optimizer, model, scales=SCALES)
+    assert counting.param_groups[0]["num_steps"] == 2
+    assert optimizer._optimizers == [user, counting]
+
+
+class StarvedInState(torch.optim.SGD):
+    """Finds no memory once it has written to its state."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("sum", torch.zeros(())).add_(1.0)
+        raise torch.OutOfMemoryError("no room for the step")
+
+
+def test_a_wrapped_step_without_memory_that_has_written_to_its_state_is_not_made_again() -> None:
+    model = mlp()
+    inner = StarvedInState(model.parameters(), lr=0.1)
+    optimizer = LayerwiseOptimizer(Wrapping(inner), find_layers(model))
+    backward(model, 0)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        step(optimizer, model)
+    assert all(state["sum"] == 1.0 for state in inner.state.values())
+
+
 def test_a_step_without_memory_that_has_written_something_is_not_made_again() -> None:
     model = mlp()
     starved = Starved(model.parameters(), writes_first=True)

@@ -124,6 +124,12 @@ class FusedOptimizer:
         # Schedulers read this and warn if no step has been made before theirs.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # set by PyTorch's schedulers themselves
 
+    def written(self, gradients: Gradients) -> list[nn.Parameter]:
+        """Returns the parameters that `launch` writes: those that the optimizer updates and that have a gradient."""
+        pairs = zip(self._group_numbers, gradients.tensors, strict=True)
+        is_written = [number is not None and gradient is not None for number, gradient in pairs]
+        return list(itertools.compress(self._watched, is_written))
+
     def release(self) -> None:
         """Converts all state to FP32, which the optimizer itself can use."""
         self._in_codes.clear()

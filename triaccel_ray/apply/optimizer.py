@@ -25,7 +25,8 @@ class LayerwiseOptimizer:
 
     The optimizer's parameter groups, and so its schedulers and checkpoints, never see the scaling: groups are split for
     one step and restored after it. Parameters of equal scale stay in one group, so that without scaling nothing is
-    split, and fused implementations launch as often as before.
+    split, and fused implementations launch as often as before. An optimizer may wrap others (`_with_wrapped`): their
+    groups are split as well.
 
     On a GPU, a kernel with a learning rate per layer steps SGD, Adam and AdamW instead. If the user's optimizer is
     given hooks or options that the kernel does not support, its own `step` is called again.
@@ -55,7 +56,9 @@ class LayerwiseOptimizer:
         self._obstacle: str | None = None
         self._layer_of = {id(weight): layer.name for layer in layers for weight in layer.weights}
         self._shards = None if ranks is None or ranks.is_alone else Shards(self.parameters, ranks)
-        self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._optimizers = _with_wrapped(optimizer)
+        supports_skips = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._skips_on_device = supports_skips and len(self._optimizers) == 1
         self._lr_factor = 1.0
         self._lr_scale: Mapping[str, float] = {}
         self.watched = watched_parameters(optimizer, layers)
@@ -80,7 +83,7 @@ class LayerwiseOptimizer:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Every parameter the optimizer updates."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return _updated_by(self.optimizer)
 
     def _owns(self, parameter: nn.Parameter) -> bool:
         return self._shards is None or self._shards.owns(parameter)
@@ -176,28 +179,43 @@ class LayerwiseOptimizer:
             factor = self._lr_factor_on_device
             scale = self._one if divisor is None else divisor
             self._fused[bucket].launch(gradients, lr_factor=factor, loss_scale=scale, found_nonfinite=found_nonfinite)
+            if self._has_buckets:
+                self._raise_versions(self._fused[bucket].written(gradients))
         else:
             self._step_by_groups(gradients, divisor, found_nonfinite)
         if self._shards is not None:
             self._shards.exchange(self._last_companions if self._fused else {})
+
+    def _raise_versions(self, written: Sequence[nn.Parameter]) -> None:
+        """Has autograd refuse to compute the rest of the backward pass from parameters that were `written` within it.
+
+        Autograd runs an operation that it differentiates by a weight before the weight's step. Others may come later.
+        """
+        torch.autograd.graph.increment_version(written)
+        if self._split_weights is not None:
+            self._split_weights.accept_step(written)
 
     def _step_by_groups(self, gradients: Gradients, divisor: Tensor | None, found_nonfinite: Tensor) -> None:
         """Steps the user's optimizer with a parameter group for each learning rate."""
         for parameter, gradient in zip(gradients.parameters, gradients.tensors, strict=True):
             if gradient is not parameter.grad:
                 parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-        own_groups = self.optimizer.param_groups
         own_gradients = [p.grad for p in self.parameters if p.grad is not None]
         if divisor is not None and own_gradients:
             torch._foreach_mul_(own_gradients, 1.0 / divisor)
-        split_groups = [self._split_by_rate(group) for group in own_groups]
-        self.optimizer.param_groups = [part for parts in split_groups for part in parts]
+        own_groups = [each.param_groups for each in self._optimizers]
+        # By identity: an optimizer shares groups with those that it wraps, and may write to them.
+        by_id = {id(group): group for groups in own_groups for group in groups}
+        parts_of = {key: self._split_by_rate(group) for key, group in by_id.items()}
+        for each, groups in zip(self._optimizers, own_groups, strict=True):
+            each.param_groups = [part for group in groups for part in parts_of[id(group)]]
         try:
             self._step_with_retry(found_nonfinite)
         finally:
-            self.optimizer.param_groups = own_groups
-            for group, parts in zip(own_groups, split_groups, strict=True):
-                for part in parts:  # some optimizers keep step counts or adapted factors there
+            for each, groups in zip(self._optimizers, own_groups, strict=True):
+                each.param_groups = groups
+            for key, group in by_id.items():
+                for part in parts_of[key]:  # some optimizers keep step counts or adapted factors there
                     group.update({name: value for name, value in part.items() if name not in ("params", "lr")})
 
     def _split_by_rate(self, group: dict[str, Any]) -> list[dict[str, Any]]:
@@ -212,7 +230,7 @@ class LayerwiseOptimizer:
     def _step_with_retry(self, found_nonfinite: Tensor) -> None:
         """Makes the step; retries it after an out-of-memory error if no parameter or state has been written yet."""
         # Fused implementations do not raise version counters: what they have written is unknown.
-        is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
+        is_fused = any(group.get("fused") for each in self._optimizers for group in each.param_groups)
         before = {} if is_fused else self._versions()
         try:
             self._step(found_nonfinite)
@@ -228,7 +246,8 @@ class LayerwiseOptimizer:
 
     def _versions(self) -> dict[int, int]:
         """Returns the version counters of parameters and state tensors, by their ids."""
-        state = [value for values in self.optimizer.state.values() for value in values.values()]
+        states = [values for each in self._optimizers for values in each.state.values()]
+        state = [value for values in states for value in values.values()]
         return {id(value): value._version for value in (*self.parameters, *state) if isinstance(value, Tensor)}
 
     def _step(self, found_nonfinite: Tensor) -> None:
@@ -246,8 +265,27 @@ class LayerwiseOptimizer:
 
 def watched_parameters(optimizer: torch.optim.Optimizer, layers: Sequence[Layer]) -> list[nn.Parameter]:
     """Returns the parameters whose gradients count: those the optimizer updates, then other weights of layers."""
-    updated = [p for group in optimizer.param_groups for p in group["params"]]
-    return list(dict.fromkeys([*updated, *(weight for layer in layers for weight in layer.weights)]))
+    return list(dict.fromkeys([*_updated_by(optimizer), *(weight for layer in layers for weight in layer.weights)]))
+
+
+def _with_wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Returns `optimizer` and those that it steps its parameters by, as Lookahead does, or Muon and AdamW in one class.
+
+    They are its attributes, or in lists, tuples or dicts that are, and so are those that they wrap themselves.
+    """
+    found = [optimizer]
+    for each in found:  # grows meanwhile
+        attributes = list(vars(each).values())
+        for value in vars(each).values():
+            if isinstance(value, list | tuple | dict):
+                attributes.extend(value.values() if isinstance(value, dict) else value)
+        inner = [value for value in attributes if isinstance(value, torch.optim.Optimizer) and value not in found]
+        found.extend(value for value in dict.fromkeys(inner) if set(_updated_by(value)) & set(_updated_by(optimizer)))
+    return found
+
+
+def _updated_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _allocate_momentum(optimizer: torch.optim.Optimizer, owns: Callable[[nn.Parameter], bool]) -> None:

@@ -5,7 +5,7 @@ The BF16 word is the parameter itself. There is no FP32 copy and no cast in each
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,12 @@ class SplitWeights(Weights):
             words.split()
         self._update()
 
+    def accept_step(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Does not take a step for a foreign write, although it has raised the versions of `parameters` by one."""
+        for parameter in parameters:
+            if id(parameter) in self.in_force:
+                self._words[id(parameter)].version += 1
+
     def join(self) -> None:
         """Makes all weights FP32 again, until the next `refresh`."""
         for words in self._words.values():
@@ -111,7 +117,8 @@ class _Words:
         number = weight.numel()
         low_start = -(-number // _ALIGNMENT) * _ALIGNMENT
         memory = torch.empty(2 * low_start, dtype=torch.int16, device=weight.device)
-        self.weight, self._version = weight, weight._version
+        self.weight, self.version = weight, weight._version
+        """The weight, and its version counter when its low words were last valid."""
         self._flat = memory.view(torch.float32)[:number]
         self._numbers = self._flat.as_strided(weight.shape, weight.stride())
         self._flat_high = memory[:number].view(torch.bfloat16)
@@ -162,14 +169,14 @@ class _Words:
         return torch.cat([join(high, low) for high, low in pieces])
 
     def _detect_writes(self) -> None:
-        if self.weight._version != self._version:
+        if self.weight._version != self.version:
             self.low.zero_()  # they belong to the high words from before the write
-            self._version = self.weight._version
+            self.version = self.weight._version
 
     def _set_data(self, values: Tensor) -> None:
         self.weight.grad = None  # it has the other dtype
         self.weight.data = values
-        self._version = self.weight._version
+        self.version = self.weight._version
 
 
 def _hooked(module: nn.Module, words: Mapping[int, _Words]) -> list[RemovableHandle]:

@@ -12,10 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from triaccel_ray.apply.weights import Weights
+from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.model.gradients import Gradients
 
 BUCKET_ELEMENTS = 2**23
 """Elements at which a bucket is full, 16 MiB of BF16 gradients: many small parameters take few launches."""
+_WAY_OUT = (
+    "If it is a weight that is also read through `.detach()`, step_in_backward has updated it too early: read "
+    "`.detach().clone()`, or give step_in_backward=False"
+)
 
 
 def buckets_of(model: nn.Module, watched: Sequence[nn.Parameter]) -> list[list[int]]:
@@ -109,12 +114,21 @@ class StepInBackward:
 
     @contextlib.contextmanager
     def taking(self, *, is_first: bool, is_last: bool) -> Iterator[None]:
-        """Returns a context for the backward pass of a micro-batch; the last one completes the gradients."""
+        """Returns a context for the backward pass of a micro-batch; the last one completes the gradients.
+
+        Raises:
+            RuntimeError: an operation reads a weight, such as `weight.detach()`, that was stepped before its turn.
+        """
         self._is_taking = True
         self._is_last_part = is_last
         self._sums_parts = not (is_first and is_last)
         try:
             yield
+        except RuntimeError as error:
+            if self._stepped and "modified by an inplace operation" in str(error):
+                text = first_line(error).partition(" Hint:")[0]
+                raise RuntimeError(f"{text} {_WAY_OUT}") from error
+            raise
         finally:
             self._is_taking = False
 
