@@ -14,9 +14,11 @@ from transformers.optimization import Adafactor
 from tests.build import (
     CPU,
     ConvNet,
+    Forces,
     Limited,
     blobs,
     cross_entropy,
+    energy_and_forces,
     images,
     mlp,
     same,
@@ -163,6 +165,19 @@ def test_a_step_may_take_a_closure_and_a_rate_may_be_a_tensor(lr: Any) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps `step`
     require_trainable(model, optimizer, find_layers(model))
+
+
+def test_a_model_that_computes_gradients_is_tried_in_eval_mode_too() -> None:
+    judged: list[bool] = []
+
+    def judge(outputs: Any, targets: Tensor) -> None:
+        judged.extend([torch.is_grad_enabled(), *(each.requires_grad for each in outputs)])
+
+    source = as_source((torch.randn(64, 8), torch.randn(64, 1)))
+    require_working(Forces(), energy_and_forces, source, judge)
+    assert judged == [False] * 3
+    with pytest.raises(UserCodeError, match=r"in eval mode, raised RuntimeError: element 0 .* does not require grad"):
+        require_working(Forces(detached_in_eval=True), energy_and_forces, source, judge)
 
 
 def test_two_samples_leave_no_trace() -> None:
