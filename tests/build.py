@@ -71,6 +71,27 @@ def shift_and_noise(inputs: Tensor, generator: torch.Generator) -> Tensor:
     return inputs.roll(int(torch.randint(2, (), generator=generator)), dims=-1) + 0.1 * noise
 
 
+class Forces(nn.Module):
+    """An energy and its gradient by the inputs, [n, 1] and [n, 8], in eval mode as well."""
+
+    def __init__(self, *, detached_in_eval: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.energy = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.detached_in_eval = detached_in_eval
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        positions = positions.detach().requires_grad_()
+        energy = self.energy(positions)
+        if self.detached_in_eval and not self.training:
+            energy = energy.detach()
+        return energy, torch.autograd.grad(energy.sum(), positions, create_graph=True)[0]
+
+
+def energy_and_forces(outputs: tuple[Tensor, Tensor], energies: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs[0], energies) + outputs[1].pow(2).mean()
+
+
 class Limited(nn.Module):
     """Passes its input on, and has memory for `limit` samples at once."""
 

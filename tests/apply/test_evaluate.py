@@ -4,7 +4,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.build import CPU, ConvNet, CountingSource, Limited, blobs, cross_entropy, images, mlp, nothing, same, values
+from tests.build import (
+    CPU,
+    ConvNet,
+    CountingSource,
+    Forces,
+    Limited,
+    blobs,
+    cross_entropy,
+    energy_and_forces,
+    images,
+    mlp,
+    nothing,
+    same,
+    values,
+)  # fmt: skip
 from triaccel_ray.apply.evaluate import Evaluation, evaluate, evaluation_batch_size
 from triaccel_ray.data.sources import DataSource
 from triaccel_ray.records.plan import FaultKind
@@ -121,9 +135,48 @@ def test_a_loss_module_is_in_eval_mode_too_and_left_as_it_was() -> None:
     assert (loss.num_batches, loss.training) == (0, True)
 
 
+@pytest.mark.parametrize("batch_size", [30, 7])
+def test_a_model_that_computes_gradients_is_judged_with_them(batch_size: int) -> None:
+    inputs, targets = torch.randn(30, 8), torch.randn(30, 1)
+    model = Forces()
+    expected = energy_and_forces(model(inputs), targets).item()
+    seen: list[bool] = []
+
+    def force(outputs: Any, targets: Tensor) -> Tensor:
+        seen.extend(each.requires_grad for each in outputs)
+        return outputs[1].norm(dim=1)
+
+    metrics = {"force": force}
+    source = CountingSource(inputs, targets)
+    options: dict[str, Any] = {"device": CPU, "batch_size": batch_size, "step": 5, "release_memory": nothing}
+    result = evaluate(model, energy_and_forces, source, metrics, **options)
+    assert result.loss == pytest.approx(expected, rel=1e-5)
+    assert result.metrics["force"] == pytest.approx(model(inputs)[1].norm(dim=1).mean().item())
+    assert (result.num_samples, result.faults) == (30, ())
+    assert len(source.drawn) == -(-30 // batch_size) + 1  # only the first batch is passed twice
+    assert not any(seen)
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.is_grad_enabled()
+
+
+def test_a_model_without_gradients_to_compute_is_judged_without_a_graph() -> None:
+    enabled: list[bool] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        enabled.extend([torch.is_grad_enabled(), outputs.requires_grad])
+        return cross_entropy(outputs, targets)
+
+    evaluated(mlp(), CountingSource(*blobs(30)), 10, loss)
+    assert not any(enabled)
+
+
 @pytest.mark.parametrize(
     ("model", "error"),
-    [(nn.Sequential(mlp(), Limited(0)), torch.OutOfMemoryError), (nn.Linear(9, 4), RuntimeError)],
+    [
+        (nn.Sequential(mlp(), Limited(0)), torch.OutOfMemoryError),
+        (nn.Linear(9, 4), RuntimeError),
+        (Forces(detached_in_eval=True), RuntimeError),
+    ],
 )
 def test_what_cannot_be_judged_raises_and_leaves_the_modes(model: nn.Module, error: type[Exception]) -> None:
     model.train()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
 
 from tests.build import CPU, QUIET, Limited, blobs, loop_of, mlp, same, values
 from tests.data.test_items import QUIET_WITH_CURVATURE
@@ -112,6 +112,20 @@ def test_the_position_within_the_first_epoch_counts_where_the_length_is_known() 
     assert seen == [(0.375, 0.0), (0.75, 0.0), (0.999, 0.0), (1.0, 1.0)]
     known.take(75)
     assert known.position == 1.25
+
+
+class Uncounted(Rows):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("data", [ChainDataset([Rows(20), Rows(20)]), Uncounted(40)])
+def test_a_length_that_is_not_known_is_none(data: Any) -> None:
+    assert IterableSource(data).expected_samples == 0
+    loop, _ = loop_of(mlp(), data, QUIET)
+    assert loop.train_epoch().num_samples == 40
+    assert IterableSource(ChainDataset([Sized(), Sized()])).expected_samples == 400
+    loop.close()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -9,8 +9,21 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.optimization import Adafactor
 
-from tests.build import CPU, ConvNet, Limited, blobs, cross_entropy, images, mlp, same, values
+from tests.build import (
+    CPU,
+    ConvNet,
+    Forces,
+    Limited,
+    blobs,
+    cross_entropy,
+    energy_and_forces,
+    images,
+    mlp,
+    same,
+    values,
+)
 from triaccel_ray.config import ControlConfig, PrecisionConfig
 from triaccel_ray.cuda.random_states import random_states
 from triaccel_ray.data.sources import TensorSource, as_source
@@ -24,6 +37,7 @@ from triaccel_ray.model.dry_run import (
     forbidding_exit,
     require_working,
 )
+from triaccel_ray.model.layers import find_layers, require_trainable
 from triaccel_ray.records.plan import Precision
 
 
@@ -45,6 +59,19 @@ def sparse_classes(highest: int) -> tuple[Tensor, Tensor]:
 
 class DistributedDataParallel(nn.Sequential):
     """Has the name of PyTorch's class, which is what is looked at: nothing is spread here."""
+
+
+class Twice(torch.optim.SGD):
+    """Evaluates a batch again in its step, as sharpness-aware minimization does."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        closure()
+        return super().step(closure)
+
+
+class Scored(torch.optim.SGD):
+    def step(self, closure: Any = None, *, score: float) -> Any:  # type: ignore[override]
+        return super().step(closure)
 
 
 ARRAYS, LISTS = (np.zeros((4, 8)), np.zeros(4)), ([[1.0] * 8] * 4, torch.zeros(4))
@@ -70,6 +97,19 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError, "updates 1 parameters that are not the model's: make what owns them, such as the loss, a part",
     ),
     "a closure": ({"optimizer": torch.optim.LBFGS(mlp().parameters())}, ValueError, "LBFGS needs a closure"),
+    "another's closure": (
+        {"optimizer": Twice(mlp().parameters(), lr=0.1)},
+        ValueError, "Twice needs a closure, which evaluates a batch more than once: use another one",
+    ),
+    "an argument": ({"optimizer": Scored(mlp().parameters())}, ValueError, "Scored needs a score in each step: use an"),
+    "no rate": (
+        {"optimizer": torch.optim.Optimizer(mlp().parameters(), {"step_size": 0.1})},
+        ValueError, "Optimizer has no lr in parameter group 0: must have a number or a tensor, .*; give it lr=",
+    ),
+    "a relative rate": (
+        {"optimizer": Adafactor([*mlp().parameters()])},
+        ValueError, "Adafactor has lr = None in parameter group 0: must",
+    ),
     "other inputs": ({"data": OTHER}, UserCodeError, r"Sequential raised RuntimeError.*mat1 .*inputs float32 \(2, 9\)"),
     "vector loss": (
         {"loss": lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, reduction="none")},
@@ -117,6 +157,27 @@ def test_what_cannot_be_trained_is_refused_at_construction_and_left_alone(case: 
     with pytest.raises(kind, match=f"(?s){message}"):
         ControlLoop(optimizer=optimizer, **given)
     assert all("forward" not in module.__dict__ for module in modules)
+
+
+@pytest.mark.parametrize("lr", [0.1, np.float32(0.1), torch.tensor(0.1)])
+def test_a_step_may_take_a_closure_and_a_rate_may_be_a_tensor(lr: Any) -> None:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps `step`
+    require_trainable(model, optimizer, find_layers(model))
+
+
+def test_a_model_that_computes_gradients_is_tried_in_eval_mode_too() -> None:
+    judged: list[bool] = []
+
+    def judge(outputs: Any, targets: Tensor) -> None:
+        judged.extend([torch.is_grad_enabled(), *(each.requires_grad for each in outputs)])
+
+    source = as_source((torch.randn(64, 8), torch.randn(64, 1)))
+    require_working(Forces(), energy_and_forces, source, judge)
+    assert judged == [False] * 3
+    with pytest.raises(UserCodeError, match=r"in eval mode, raised RuntimeError: element 0 .* does not require grad"):
+        require_working(Forces(detached_in_eval=True), energy_and_forces, source, judge)
 
 
 def test_two_samples_leave_no_trace() -> None:

@@ -1,18 +1,29 @@
+import enum
 import os
 import pickle
 import random
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from tests.build import Trap, same
 from triaccel_ray.cuda.random_states import random_states, set_random_states
 from triaccel_ray.records.checkpoint import FORMAT, CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
 
 STATE: dict[str, Any] = {"weights": torch.arange(300.0), "counters": [1, 2], "nested": {"name": None, "half": 0.5}}
+
+
+class Odd(torch.Tensor):
+    """A kind of tensor that PyTorch does not know."""
+
+
+class Kind(enum.Enum):
+    ODD = "odd"
 
 
 def test_a_state_comes_back(tmp_path: Path) -> None:
@@ -77,11 +88,50 @@ def test_loading_runs_no_code(tmp_path: Path, write: Any) -> None:
     assert not sprung.exists()
 
 
+def test_numpy_numbers_are_saved_as_python_numbers(tmp_path: Path) -> None:
+    model = nn.BatchNorm1d(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=np.logspace(-2, -1, 3)[1])
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, np.array([1, 2, 2]))  # type: ignore[arg-type]
+    counts = [np.int64(3), (np.bool_(True), {np.float32(0.5), 2})]
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    state = {**{name: part.state_dict() for name, part in parts.items()}, "counts": counts}
+    save_checkpoint(tmp_path / "checkpoint.pt", state)
+    found = load_checkpoint(tmp_path / "checkpoint.pt")
+    (group,), milestones = found["optimizer"]["param_groups"], found["scheduler"]["milestones"]
+    assert (type(group["lr"]), group["lr"]) == (float, optimizer.param_groups[0]["lr"])
+    assert (milestones, {type(key) for key in milestones}) == (Counter([1, 2, 2]), {int})
+    assert found["counts"] == [3, (True, {0.5, 2})]
+    assert type(found["counts"][1][0]) is bool
+    assert found["model"]._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]  # an OrderedDict's own
+    assert type(counts[0]) is np.int64  # what was given stays
+
+
+@pytest.mark.parametrize(
+    "value", [deque([1]), np.zeros(2), frozenset({1}), np.longdouble(1.0), lambda: None, torch.ones(1).as_subclass(Odd)]
+)
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path, value: Any) -> None:
+    message = rf"checkpoint.pt\['state'\]\['groups'\]\[1\]\['queue'\] is a {type(value).__name__}, which .*: must be a"
+    with pytest.raises(TypeError, match=message):
+        save_checkpoint(tmp_path / "checkpoint.pt", {"groups": [{}, {"queue": value}]})
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_torch_loads_besides_can_be_saved(tmp_path: Path) -> None:
+    state = {"dtype": torch.float16, "shape": torch.Size([2]), "bytes": b"raw", "kind": Kind.ODD}
+    with torch.serialization.safe_globals([Kind]):
+        save_checkpoint(tmp_path / "checkpoint.pt", state)
+        assert load_checkpoint(tmp_path / "checkpoint.pt") == state
+    with pytest.raises(TypeError, match="is a Kind, which a checkpoint cannot hold"):
+        save_checkpoint(tmp_path / "checkpoint.pt", state)
+
+
 def test_a_failure_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     path, previous = tmp_path / "checkpoint.pt", tmp_path / "previous.pt"
     save_checkpoint(path, STATE)
+    weights = torch.zeros(300)
+    weights.function = lambda: None  # type: ignore[attr-defined]
     with pytest.raises((AttributeError, pickle.PicklingError)):
-        save_checkpoint(path, {"weights": torch.zeros(300), "function": lambda: None})
+        save_checkpoint(path, {"weights": weights})
     assert same(load_checkpoint(path), STATE)
     assert os.listdir(tmp_path) == ["checkpoint.pt"]
     save_checkpoint(path, {"other": 1}, previous=previous)

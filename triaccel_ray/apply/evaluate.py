@@ -14,10 +14,10 @@ from triaccel_ray.apply.agreement import Agreement
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.data.sources import DataSource, IterableSource, as_source
 from triaccel_ray.distributed.ranks import Ranks
-from triaccel_ray.model.dry_run import attributing_errors, described, described_pair
+from triaccel_ray.model.dry_run import attributing_errors, described, described_pair, needs_gradients
 from triaccel_ray.model.layers import Loss, forward, preserved_modes, trained_modules
 from triaccel_ray.model.metrics import ACCURACY, Metric, Values, as_metrics, is_classification
-from triaccel_ray.model.pytree import tensors_in
+from triaccel_ray.model.pytree import map_tensors, tensors_in
 from triaccel_ray.records.plan import Fault, FaultKind
 
 Metrics: TypeAlias = "Mapping[str, Metric | Values]"
@@ -67,8 +67,10 @@ def evaluate(
 
     Without `metrics`, a classifier (outputs [b, C], integer targets [b]) is judged by its accuracy, any other model by
     its loss alone. The host waits for the device once, at the end. After an out-of-memory error, the samples that
-    failed are retried in batches half as large. Each of several `ranks` passes a share of the samples, and all return
-    the same; of a stream, each passes all samples, and all return what rank 0 found.
+    failed are retried in batches half as large. Gradients are disabled. If the model or the loss computes some itself
+    (`torch.autograd.grad`) and fails for that, they are enabled from that batch on; metrics get detached outputs. Each
+    of several `ranks` passes a share of the samples, and all return the same; of a stream, each passes all samples, and
+    all return what rank 0 found.
 
     Raises:
         torch.OutOfMemoryError, MemoryError: not even a single sample fits.
@@ -98,6 +100,9 @@ def evaluate(
                     cursor += size
                     continue
                 except (RuntimeError, MemoryError) as error:
+                    if not evaluator.has_gradients and needs_gradients(error):
+                        evaluator.has_gradients = True
+                        continue
                     if not is_out_of_memory(error) or size == 1:
                         raise
                     detail = first_line(error)
@@ -124,7 +129,7 @@ class _Evaluator:
 
     def __init__(self, model: nn.Module, loss: Loss, metrics: dict[str, Metric] | None) -> None:
         self._model, self._loss, self._metrics = model, loss, metrics
-        self.has_views = False
+        self.has_views = self.has_gradients = False
 
     def __call__(self, source: DataSource, indices: Tensor) -> Tensor:
         """Returns the loss sum, sum and weight of each of K metrics, and these of the first view: fp64 [1 + 4K].
@@ -136,11 +141,14 @@ class _Evaluator:
         if not isinstance(views, tuple | list) or not views:
             found = type(views).__name__
             raise TypeError(f"{type(source).__name__}.views returned a {found}: must be a tuple or list, not empty")
-        first, *others = (forward(self._model, view) for view in views)
-        outputs = _mean_of_views([first, *others], len(indices), source) if others else first
+        with torch.set_grad_enabled(self.has_gradients):
+            first, *others = (forward(self._model, view) for view in views)
+            outputs = _mean_of_views([first, *others], len(indices), source) if others else first
+            loss_sum = self._loss(outputs, targets).detach().double() * len(indices)
+        if self.has_gradients:
+            first, outputs = map_tensors(Tensor.detach, [first, outputs])
         if self._metrics is None:
             self._metrics = {"accuracy": ACCURACY} if is_classification(outputs, targets) else {}
-        loss_sum = self._loss(outputs, targets).double() * len(indices)
         counted = measured(self._metrics, outputs, targets)
         at_first = measured(self._metrics, first, targets) if others else counted
         self.has_views |= bool(others)

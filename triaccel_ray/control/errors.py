@@ -19,7 +19,7 @@ _OF_LOW_PRECISION = ("BFloat16", "Half")
 """Names of 16-bit types in PyTorch's messages about operations that do not take them."""
 _TO_FP32 = (
     " (layers return BF16 or FP16, as under torch.autocast: cast the tensor with .float() in the model, or train FP32 "
-    "with PrecisionConfig(enabled=False, initial=Precision.FP32), --adapt-precision off --precision fp32. Split weights "
+    "with PrecisionConfig(enabled=False, initial=Precision.FP32), --adapt-precision off --precision fp32. Split words "
     "are BF16 themselves: give weights='fp32' to code that reads them)"
 )
 

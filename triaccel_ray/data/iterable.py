@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import torch
@@ -69,8 +69,11 @@ class IterableSource(DataSource):
 
     @property
     def expected_samples(self) -> int:
-        """Samples of a pass by the data set's `__len__`; 0 if it has none."""
-        return len(self._dataset) if isinstance(self._dataset, Sized) else 0
+        """Samples of a pass by the data set's `__len__`; 0 if it has none, or one that knows no length."""
+        try:
+            return len(self._dataset)
+        except (TypeError, NotImplementedError):  # that of `ChainDataset` adds up lengths, which its parts may lack
+            return 0
 
     def __len__(self) -> int:
         """Raises TypeError: the length is known only at the end of a pass."""

@@ -133,11 +133,30 @@ def _check_passes(model: nn.Module, loss: Loss, source: DataSource, judge: Calla
     if judge is None:
         return
     model.eval()
-    with torch.no_grad():
+
+    def evaluated() -> Any:
         with attributing_errors(f"model {type(model).__name__}, in eval mode,", shapes):
             outputs = forward(model, inputs)
         _loss_of(loss, outputs, targets)
+        return outputs
+
+    with torch.no_grad():
+        try:
+            outputs = evaluated()
+        except UserCodeError as error:
+            if not needs_gradients(error):
+                raise
+            with torch.enable_grad():
+                outputs = map_tensors(Tensor.detach, evaluated())
         judge(outputs, targets)
+
+
+def needs_gradients(error: Exception) -> bool:
+    """Returns whether `error` says that gradients are disabled, which the model or the loss computes itself.
+
+    Models of forces and of differential equations do so, with `torch.autograd.grad`.
+    """
+    return isinstance(error, RuntimeError | UserCodeError) and "require grad" in str(error)
 
 
 def _loss_of(loss: Loss, outputs: Any, targets: Any) -> Any:

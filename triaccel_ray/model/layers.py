@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -107,13 +109,13 @@ def require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers
     Raises:
         TypeError: `optimizer` is not a PyTorch optimizer.
         ValueError: the model is wrapped for several processes, trainable parameters are not FP32, gradients are sparse,
-            or the optimizer needs a closure, updates no layer of the model, or parameters that are not the model's.
+            or the optimizer needs a closure, has no learning rate, updates no layer of the model, or parameters that
+            are not the model's.
     """
     _require_plain(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer = {optimizer!r:.80}: must be a torch.optim.Optimizer, a new one for this model")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("optimizer LBFGS needs a closure, which evaluates a batch more than once: use another one")
+    _require_plain_steps(optimizer)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype is not torch.float32:
             way_out = "store pairs, and use torch.view_as_complex" if parameter.is_complex() else "use model.float()"
@@ -144,6 +146,24 @@ def _require_plain(model: nn.Module) -> None:
         if kind in kinds:
             raise ValueError(
                 f"model is a {kind}: the loop itself averages gradients over the ranks; give it the plain module inside"
+            )
+
+
+def _require_plain_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError if `optimizer.step()` needs arguments, or a parameter group has no learning rate to scale."""
+    name = type(optimizer).__name__
+    # The class's own: a scheduler wraps that of the optimizer, in a function of the same signature with `self`.
+    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
+    for argument in arguments:
+        if argument.default is argument.empty and argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD):
+            why = ", which evaluates a batch more than once" if argument.name == "closure" else " in each step"
+            raise ValueError(f"optimizer {name} needs a {argument.name}{why}: use another one")
+    for index, group in enumerate(optimizer.param_groups):
+        if not isinstance(group.get("lr"), Real | Tensor):
+            found = f"lr = {group['lr']!r}" if "lr" in group else "no lr"
+            raise ValueError(
+                f"optimizer {name} has {found} in parameter group {index}: must have a number or a tensor, which the "
+                "loop scales; give it lr=, or use another one"
             )
 
 
