@@ -233,6 +233,30 @@ def test_what_says_enough_stays_as_it_is(error: BaseException) -> None:
     assert type(raised.value) is ValueError  # of this product's own
 
 
+def margins(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A contrastive loss: of one sample alone it is 0."""
+    return torch.nn.functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_sum"),
+    [
+        (nn.CrossEntropyLoss(reduction="sum"), True),
+        (lambda outputs, targets: cross_entropy(outputs, targets) * len(targets) / 64, True),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0]), label_smoothing=0.1), False),
+        (lambda outputs, targets: cross_entropy(outputs, targets) + outputs.square().mean(), False),
+        (margins, False),
+    ],
+)
+def test_a_loss_that_grows_with_the_batch_is_refused(loss: Any, is_sum: bool) -> None:
+    source = as_source(blobs(16))
+    if not is_sum:
+        require_working(mlp(), loss, source)
+        return
+    with pytest.raises(ValueError, match=r"the loss of two samples is [\d.]+, the sum of both: must be the mean"):
+        require_working(mlp(), loss, source)
+
+
 def test_an_exit_is_the_users_mistake_and_not_the_loss_of_a_process() -> None:
     with pytest.raises(UserCodeError, match=r"called sys.exit\(3\)(?s:.*)raise SystemExit\(3\)"), forbidding_exit():
         raise SystemExit(3)
@@ -254,7 +278,7 @@ def test_samples_of_the_smallest_and_the_largest_class_are_tried() -> None:
         return cross_entropy(outputs, targets)
 
     require_working(mlp().to(CPU), loss, as_source(blobs(64)))
-    assert seen == [[0, 3]]
+    assert seen[0] == [0, 3]
 
 
 class OnGpu(Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
@@ -129,7 +130,9 @@ def _check_passes(model: nn.Module, loss: Loss, source: DataSource, judge: Calla
             outputs = forward(model, inputs)
         if outputs is None:
             raise TypeError(f"model {type(model).__name__} returned None: its forward must return the outputs")
-        _require_loss(_loss_of(loss, outputs, targets))
+        value = _loss_of(loss, outputs, targets)
+        _require_loss(value)
+        _require_mean(loss, outputs, targets, value)
     if judge is None:
         return
     model.eval()
@@ -182,6 +185,22 @@ def _require_loss(value: Any) -> None:
     if not value.requires_grad:
         way_out = "compute it from the outputs, without detach(), argmax() or no_grad()"
         raise ValueError(f"{found} without a gradient: must depend on the model's trainable parameters; {way_out}")
+
+
+@torch.no_grad()
+def _require_mean(loss: Loss, outputs: Any, targets: Any, value: Tensor) -> None:
+    """Raises ValueError if the loss of two samples is the sum of both, not the mean: steps grow with the batch."""
+    if not all(isinstance(each, Tensor) and each.dim() > 0 and len(each) == 2 for each in (outputs, targets)):
+        return
+    try:
+        both = sum(float(loss(outputs[i : i + 1], targets[i : i + 1])) for i in range(2))
+    except Exception:  # of a loss that compares samples, and takes no single one
+        return
+    if both != 0.0 and math.isclose(float(value), both, rel_tol=1e-4):
+        raise ValueError(
+            f"the loss of two samples is {float(value):.4g}, the sum of both: must be the mean over the samples; use "
+            "reduction='mean'"
+        )
 
 
 def two_samples(source: DataSource) -> Tensor:
