@@ -1,6 +1,6 @@
 """`python -m benchmarks.neighbor` trains beside a process that takes the GPU's memory and returns it, at random times.
 
-    loop      the control loop with its defaults, which starts at the batch of the worst case
+    loop      the control loop, which adapts the batch alone and starts at that of the worst case
     engine-N  the control loop with a fixed batch of N, nothing adapted
     amp-N     autocast to BF16 as in PyTorch's tutorial, with a batch of N
 

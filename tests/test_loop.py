@@ -99,10 +99,54 @@ def test_a_model_that_keeps_its_norms_frozen_trains_with_them_frozen() -> None:
     assert model.norm.num_batches_tracked == 0
     assert not model.norm.running_mean.any()
     norm = nn.BatchNorm1d(8)
-    norm.eval()  # a module's own mode, without such a `train`, stays as it is too
-    loop, _ = loop_of(nn.Sequential(norm, nn.Linear(8, 4)), blobs(24), QUIET)
+    norm.eval()  # a module's own mode stays as it is, beside one with such a `train` too
+    loop, _ = loop_of(nn.Sequential(norm, FrozenNorm()), blobs(24), QUIET)
     loop.train_epoch()
     assert norm.num_batches_tracked == 0
+
+
+class Averaging(nn.Module):
+    """A loss that replaces its buffer, so that a captured step would read the old one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * outputs.detach().mean(0)
+        return cross_entropy(outputs - self.mean, targets)
+
+
+def test_captured_steps_depend_on_the_buffers_and_the_mode_of_the_loss() -> None:
+    loss = Averaging()
+    loop, _ = loop_of(mlp(), blobs(24), QUIET, loss=loss)
+    steps = loop._training.steps
+    before = steps._dependencies()
+    loop.step()
+    after = steps._dependencies()
+    assert before != after
+    loss.eval()
+    assert steps._dependencies() != after
+
+
+class Merging(nn.Linear):
+    """A layer whose weight has an addend, added for good in eval mode, as of a low-rank adapter."""
+
+    is_merged = False
+
+    def train(self, mode: bool = True) -> "Merging":
+        super().train(mode)
+        self.is_merged = not mode
+        return self
+
+
+def test_what_a_models_own_eval_does_is_undone_after_an_evaluation() -> None:
+    model = Merging(8, 4)
+    loop, _ = loop_of(model, blobs(24), QUIET)
+    assert not model.is_merged
+    loop.step()
+    loop.evaluate(blobs(8))
+    assert not model.is_merged
 
 
 def test_a_late_decision_holds_three_steps_later_and_is_recorded_five_after_that() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate
 from triaccel_ray.apply.precision import DTYPES
-from triaccel_ray.control.epochs import EpochLoop, EpochProgress, SampleSchedule, Schedule, loss_part
+from triaccel_ray.control.epochs import EpochLoop, EpochProgress, LossBuffers, SampleSchedule, Schedule
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import as_source
 from triaccel_ray.distributed.ranks import Ranks
@@ -164,7 +164,7 @@ class BaselineLoop(EpochLoop):
         return {
             "sampler": self.sampler,
             "model": self.model,
-            **loss_part(self._loss),
+            "loss": LossBuffers(self._loss),
             "optimizer": self.optimizer,
             "scaler": self._scaler,
             "schedule": self._schedule,

@@ -15,7 +15,7 @@ from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate, evaluatio
 from triaccel_ray.config import ControlConfig, require_instance
 from triaccel_ray.control.consensus import agreed_observation, require_same_steps
 from triaccel_ray.control.curvature import ScheduledCurvature
-from triaccel_ray.control.epochs import EpochLoop, EpochProgress, EpochStats, SampleSchedule, Schedule, loss_part
+from triaccel_ray.control.epochs import EpochLoop, EpochProgress, EpochStats, LossBuffers, SampleSchedule, Schedule
 from triaccel_ray.control.errors import NonFiniteGradientsError as NonFiniteGradientsError
 from triaccel_ray.control.errors import explaining_errors, require_finite
 from triaccel_ray.control.pending_tick import RECORD_AFTER, PendingTick
@@ -25,7 +25,7 @@ from triaccel_ray.decide import ControlState, decide, initial_decision
 from triaccel_ray.measure.profile import ProfileMeter
 from triaccel_ray.measure.sensors import Sensors
 from triaccel_ray.measure.timing import StepTimer
-from triaccel_ray.model.layers import Loss, overrides_train
+from triaccel_ray.model.layers import Loss, call_own_train
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.events import Tick
 from triaccel_ray.records.plan import Plan
@@ -156,8 +156,10 @@ class ControlLoop(EpochLoop):
         if self.sampler.at_epoch_start:
             self._epoch.begin()
             timer.interrupt()
-        if not self.model.training or (self.sampler.at_epoch_start and overrides_train(self.model)):
+        if not self.model.training:
             self.model.train()
+        elif self.sampler.at_epoch_start:
+            call_own_train(self.model)
         precision.weights.refresh()
         lr_factor = self._schedule.factor(self.sampler.position) * plan.batch_lr_scale
         self.optimizer.set_rates(lr_factor, plan.lr_scale, precision.weights.in_force)
@@ -289,7 +291,7 @@ class ControlLoop(EpochLoop):
         return {
             "sampler": self.sampler,  # first, because it rejects the state of another data set
             "model": self.model,
-            **loss_part(self._training.loss),
+            "loss": LossBuffers(self._training.loss),
             "optimizer": self.optimizer,
             "schedule": self._schedule,
             "loss_scale": self.loss_scale,

@@ -127,7 +127,7 @@ def offloading(capture: bool, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("capture", [False, True])
-def test_offloaded_steps_are_equal_bit_for_bit_and_pin_no_memory_after_the_first(capture: bool) -> None:
+def test_offloaded_steps_are_equal_bit_for_bit_and_pin_no_memory_in_every_step(capture: bool) -> None:
     kept, moved = offloading(capture, activations="keep"), offloading(capture, activations="offload")
     for loop in (kept, moved):
         run(loop, 2)

@@ -138,13 +138,13 @@ def test_a_weight_that_one_rank_reaches_has_a_gradient_on_all(workers: WorkerPoo
     assert first["moved"]
 
 
-def opened(rank: int) -> dict[str, Any]:
-    """A run that may choose the form of its weights; the budgets of the ranks differ."""
+def opened(rank: int, roomy: int | None = 8 * 2**30) -> dict[str, Any]:
+    """A run that may choose the form of its weights; rank 0 has little memory, the others `roomy` bytes."""
     precision = PrecisionConfig(enabled=False, initial=BF16, allow_slow_precisions=True)
     config = replace(fixed(10**6), weights="auto", step_in_backward="auto", precision=precision, every_steps=2)
     model = mlp(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    headroom = 8 * 2**30 if rank else 64 * 2**20  # half of the batch is predicted to take 94 MB
+    headroom = roomy if rank else 64 * 2**20  # half of the batch is predicted to take 94 MB
     loop = ControlLoop(model, optimizer, cross_entropy, blobs(48), config=config, memory_headroom=headroom)
     is_split = loop._training._split_weights is not None
     tick = [loop.step(), loop.tick()][1]
@@ -152,8 +152,13 @@ def opened(rank: int) -> dict[str, Any]:
     return {"is_split": is_split, "reasons": [each.text for each in tick.decision.reasons], "weights": listed(model)}
 
 
-def test_ranks_choose_one_form_of_the_weights_and_no_step_in_the_backward_pass(workers: WorkerPool) -> None:
-    first, second = workers.run(2, opened)
+def opened_without_limit(rank: int) -> dict[str, Any]:
+    return opened(rank, None)
+
+
+@pytest.mark.parametrize("work", [opened, opened_without_limit])
+def test_ranks_choose_one_form_of_the_weights_and_no_step_in_the_backward_pass(workers: WorkerPool, work: Any) -> None:
+    first, second = workers.run(2, work)
     assert first == second
     assert first["is_split"]
     assert first["reasons"][0].startswith("weights are split: a step would need up to")

@@ -246,6 +246,7 @@ def margins(outputs: Tensor, targets: Tensor) -> Tensor:
         (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0]), label_smoothing=0.1), False),
         (lambda outputs, targets: cross_entropy(outputs, targets) + outputs.square().mean(), False),
         (margins, False),
+        (lambda outputs, targets: (outputs[:, 0] * (targets > 0)).sum() / (targets > 0).sum().clamp(min=1), False),
     ],
 )
 def test_a_loss_that_grows_with_the_batch_is_refused(loss: Any, is_sum: bool) -> None:

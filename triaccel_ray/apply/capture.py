@@ -280,13 +280,13 @@ class StepCache:
 
         Parameters and buffers, low-precision copies, modes, whether norms fuse and the update is part of a graph.
         """
-        model, fusion = self.step.model, self.step.fusion
+        model, trained, fusion = self.step.model, self.step.trained, self.step.fusion
         return (
             self.step.precision.weights.generation,
             self._update.is_capturable,
             *((p.data_ptr(), p.requires_grad, has_hooks(p)) for p in model.parameters()),
-            *(buffer.data_ptr() for buffer in model.buffers()),
-            *(module.training for module in model.modules()),
+            *(buffer.data_ptr() for buffer in trained.buffers()),
+            *(module.training for module in trained.modules()),
             fusion is not None and fusion.holds(),
         )
 

@@ -67,9 +67,9 @@ def evaluate(
 
     Without `metrics`, a classifier (outputs [b, C], integer targets [b]) is judged by its accuracy, any other model by
     its loss alone. The host waits for the device once, at the end. After an out-of-memory error, the samples that
-    failed are retried in batches half as large. Gradients are disabled. If the model or the loss computes some itself
-    (`torch.autograd.grad`) and fails for that, they are enabled from that batch on; metrics get detached outputs. Each
-    of several `ranks` passes a share of the samples, and all return the same; of a stream, each passes all samples, and
+    failed are retried in batches half as large. Gradients are disabled. If model or loss
+    calls `torch.autograd.grad` and fails, they are enabled from that batch on. Metrics get detached outputs. Each of
+    several `ranks` passes a share of the samples, and all return the same; of a stream, each passes all samples, and
     all return what rank 0 found.
 
     Raises:

@@ -189,7 +189,8 @@ class LayerwiseOptimizer:
     def _raise_versions(self, written: Sequence[nn.Parameter]) -> None:
         """Has autograd refuse to compute the rest of the backward pass from parameters that were `written` within it.
 
-        Autograd runs an operation that it differentiates by a weight before the weight's step. Others may come later.
+        Autograd runs an operation that it differentiates by a weight before the weight's step. One that reads the
+        weight as a constant may run later.
         """
         torch.autograd.graph.increment_version(written)
         if self._split_weights is not None:

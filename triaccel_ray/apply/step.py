@@ -100,7 +100,8 @@ class Step:
         """A short batch is not split further once its micro-batches hold at most this many samples."""
         self._is_budget_waived = False
         self._parameters = tuple(model.parameters())
-        self._modules_with_buffers = tuple(m for m in trained_modules(model, loss).modules() if m._buffers)
+        self.trained = trained_modules(model, loss)
+        self._modules_with_buffers = tuple(module for module in self.trained.modules() if module._buffers)
 
     @property
     def is_compiled(self) -> bool:

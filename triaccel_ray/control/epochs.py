@@ -200,9 +200,20 @@ class EpochProgress:
         return time.perf_counter()
 
 
-def loss_part(loss: Loss) -> dict[str, nn.Module]:
-    """Returns the loss by its name in checkpoints, if it is a module with buffers, such as running statistics."""
-    return {"loss": loss} if isinstance(loss, nn.Module) and any(True for _ in loss.buffers()) else {}
+class LossBuffers:
+    """The buffers of a loss that is a module, such as running statistics; its parameters are not trained."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns the buffers by name; none of a loss that is a function."""
+        return dict(self._loss.named_buffers()) if isinstance(self._loss, nn.Module) else {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restores what `state_dict` returned."""
+        for name, buffer in self.state_dict().items():
+            buffer.copy_(state[name])
 
 
 class EpochLoop(ABC):
@@ -249,7 +260,8 @@ class EpochLoop(ABC):
             ValueError, RuntimeError: the state belongs to another model or data set.
         """
         for name, part in self._parts().items():
-            part.load_state_dict(state[name])
+            if name in state or name != "loss":  # checkpoints of format 5 may lack it
+                part.load_state_dict(state[name])
         self._epoch.load_state_dict(state)
         self.memory.raise_peaks(*state["memory_peaks"])
         if state["sampler"]["rank"] == self.sampler.rank:  # else all ranks would drop out the same units

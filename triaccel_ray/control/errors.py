@@ -52,10 +52,10 @@ def explaining_errors(memory: MemoryMeter, precision: LayerPrecision) -> Iterato
             raise
         if isinstance(error, PeerOutOfMemoryError):
             raise
-        raise torch.OutOfMemoryError(
-            f"not even one sample at a time fits into the {'memory budget' if memory.has_budget else 'memory'} of "
-            f"{mib(memory.limit_bytes)}: before the first batch the process held {mib(memory.idle_bytes)} on "
-            f"{memory.name}; gradients and optimizer state are added to that. Give more memory, or set "
-            "weights = 'split', step_in_backward = True, or optimizer_state = '8bit'. The error was: "
-            f"{first_line(error)}"
-        ) from error
+        text = (
+            f"memory ran out, and smaller micro-batches could not help: {first_line(error)}. The "
+            f"{'memory budget' if memory.has_budget else 'memory'} of {memory.name} is {mib(memory.limit_bytes)}, of "
+            f"which the process held {mib(memory.idle_bytes)} before the first batch. Give more memory, or set weights "
+            "= 'split', step_in_backward = True, or optimizer_state = '8bit'"
+        )
+        raise (MemoryError(text) if type(error) is MemoryError else torch.OutOfMemoryError(text)) from error

@@ -84,7 +84,8 @@ class Training:
         self._require_kernel(optimizer)
         self.memory, self.pool = memory_meter(self.device, *memory), GraphPool(self.device)
         source, data_on = as_source(data), config.execution.data_on
-        is_open = needs_form(config) and memory != (None, None)
+        # If any rank has a limit: all take part in measuring.
+        is_open = needs_form(config) and self.ranks.any(memory != (None, None))
         is_delivered = is_open and not isinstance(source, TensorSource)
         if is_delivered:
             source = delivered(source, self.device, data_on)

@@ -18,7 +18,7 @@ EfficientNet-B0, single measurements were 30 to 100,000 times the average; one o
 most layers for 1,800 steps. In ResNet-18 they are at most 10.4 times the average."""
 
 SHOWN_SHARE = 0.25
-"""Part of `max_overhead` that is left for curvature which changes nothing: the log and reports have it."""
+"""Part of `max_overhead` for curvature that changes nothing, and is measured for the log alone."""
 
 
 def measuring_share(config: ControlConfig) -> float:

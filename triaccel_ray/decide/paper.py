@@ -17,7 +17,7 @@ def paper_rules(config: ControlConfig) -> ControlConfig:
     counts from zero, and learning rates follow curvature, not the batch size. Thresholds, intervals and sizes stay as
     they are: the paper gives few. `alpha` does, too, except that 0 becomes `ALPHA`. What a run needs to survive is
     kept: FP16's loss scale, its bar after overflows, retries when memory runs out, and no growth at a tick that raises
-    a precision.
+    a precision. How weights are stored is no rule, and stays, too.
 
     Eigenvalues are those of the generalized Gauss-Newton block, unless the configuration asks for `hessian`. In
     networks of linear maps and ReLU, such as ResNets, it is the Hessian block. The paper's power iteration on the

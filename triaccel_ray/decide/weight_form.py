@@ -37,7 +37,7 @@ def needs_form(config: ControlConfig) -> bool:
 
 
 def decide_form(config: ControlConfig, signal: ParameterSignal | None) -> tuple[WeightForm, list[Reason]]:
-    """Returns the form of the weights, and a reason for each setting that is `auto`.
+    """Returns the form of the weights, and under a memory budget a reason for each setting that is `auto`.
 
     The plain form is kept if a step needs at most what the memory budget leaves it, or without a budget. Else weights
     are split, and if that does not suffice, parameters are also updated in the backward pass. Neither takes time (GPT

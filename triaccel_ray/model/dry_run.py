@@ -6,6 +6,7 @@ import contextlib
 import math
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -193,10 +194,12 @@ def _require_mean(loss: Loss, outputs: Any, targets: Any, value: Tensor) -> None
     if not all(isinstance(each, Tensor) and each.dim() > 0 and len(each) == 2 for each in (outputs, targets)):
         return
     try:
-        both = sum(float(loss(outputs[i : i + 1], targets[i : i + 1])) for i in range(2))
+        with warnings.catch_warnings(action="ignore"):  # of a loss that squeezes a single sample
+            pairs = [[float(loss(outputs[at], targets[at])) for at in ([i], [i, i])] for i in range(2)]
     except Exception:  # of a loss that compares samples, and takes no single one
         return
-    if both != 0.0 and math.isclose(float(value), both, rel_tol=1e-4):
+    # Twice the same sample: over masked or positive samples alone, a mean over two different ones may be their sum.
+    if all(one and math.isclose(two, 2.0 * one, rel_tol=1e-4) for one, two in pairs):
         raise ValueError(
             f"the loss of two samples is {float(value):.4g}, the sum of both: must be the mean over the samples; use "
             "reduction='mean'"

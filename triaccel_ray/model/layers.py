@@ -186,9 +186,16 @@ Loss = Callable[[Any, Any], Tensor]
 their floating-point tensors in FP32."""
 
 
-def overrides_train(model: nn.Module) -> bool:
-    """Returns whether a module has its own `train`, as those that keep norms frozen: each epoch has to call it."""
-    return any(type(module).train is not nn.Module.train for module in model.modules())
+def call_own_train(module: nn.Module) -> None:
+    """Calls `train` of the outermost modules that override it, such as those that keep norms frozen.
+
+    Other modules keep the mode that the user has given them.
+    """
+    if type(module).train is nn.Module.train:
+        for child in module.children():
+            call_own_train(child)
+    elif module.training:
+        module.train()
 
 
 def trained_modules(model: nn.Module, loss: Loss) -> nn.ModuleList:
@@ -198,13 +205,14 @@ def trained_modules(model: nn.Module, loss: Loss) -> nn.ModuleList:
 
 @contextlib.contextmanager
 def preserved_modes(model: nn.Module) -> Iterator[None]:
-    """Returns a context that restores each module's training mode, even if a model overrides `eval()` or `train()`."""
+    """Returns a context that restores each module's training mode, and what the module's own `train` does besides."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
     finally:
         for module, mode in modes:
             module.training = mode
+        call_own_train(model)
 
 
 def restoring_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
