@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     StackDataset,
     Subset,
     TensorDataset,
@@ -202,6 +204,21 @@ def test_a_loader_gives_its_data_set_collate_fn_and_number_of_workers() -> None:
         source.batch(torch.tensor([0]), None)
 
 
+class Reversed(RandomSampler):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self))[::-1])
+
+
+class Doubling(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return (2 * batch for batch in super().__iter__())
+
+
+def test_a_loader_that_changes_batches_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"iterator = Doubling: .* in the data set or in collate_fn"):
+        as_source(Doubling(Items((1.0, 2), (3.0, 4))))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -209,6 +226,13 @@ def test_a_loader_gives_its_data_set_collate_fn_and_number_of_workers() -> None:
         ({"sampler": WeightedRandomSampler([1.0, 2.0], 2)}, "sampler = WeightedRandomSampler: .*Subset"),
         ({"sampler": RandomSampler([0, 1], replacement=True)}, "sampler = RandomSampler"),
         ({"sampler": RandomSampler([0, 1], num_samples=1)}, "sampler = RandomSampler"),
+        ({"sampler": RandomSampler([0])}, "sampler = RandomSampler"),
+        ({"sampler": SequentialSampler([0])}, "sampler = SequentialSampler"),
+        ({"sampler": Reversed([0, 1])}, "sampler = Reversed"),
+        (
+            {"batch_sampler": BatchSampler(WeightedRandomSampler([1.0, 2.0], 2), 2, drop_last=False)},
+            "sampler = WeightedRandomSampler",
+        ),
         ({"batch_size": None}, "batch_size = None: the loop draws every sample once an epoch.*give it a batch_size"),
         ({"worker_init_fn": summed}, "worker_init_fn = summed: .* prepare in the data set's __getitem__"),
     ],
@@ -225,3 +249,7 @@ def test_a_loaders_batch_size_is_the_first_by_default(size: int, sizes: tuple[in
     batch = default_config(DataLoader(TensorDataset(*blobs(700)), batch_size=size)).batch
     assert (batch.start, batch.minimum, batch.maximum) == sizes
     assert default_config(blobs(700)) == ControlConfig()
+    data = TensorDataset(*blobs(700))
+    batches = BatchSampler(RandomSampler(data), size, drop_last=False)
+    assert default_config(DataLoader(data, batch_sampler=batches)).batch == batch
+    assert as_source(DataLoader(data, batch_sampler=batches)).targets.equal(data.tensors[1])

@@ -174,13 +174,20 @@ def _tensor_of(part: Any) -> Any:
 
 def _source_of_loader(loader: DataLoader[Any]) -> DataSource:
     dataset: Any = loader.dataset
-    sampler: Any = loader.sampler
-    in_batches = type(loader.batch_sampler) is BatchSampler
-    if isinstance(sampler, RandomSampler):
-        draws_each_once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-    else:
-        draws_each_once = isinstance(dataset, IterableDataset) or type(sampler) is SequentialSampler
+    batches: Any = loader.batch_sampler
+    in_batches = type(batches) is BatchSampler
+    sampler: Any = batches.sampler if in_batches else loader.sampler  # else an unused default
+    draws_each_once = isinstance(dataset, IterableDataset)
+    if type(sampler) in (RandomSampler, SequentialSampler):
+        draws_each_once = len(sampler.data_source) == len(sampler) == len(dataset)
+        draws_each_once &= not getattr(sampler, "replacement", False)
     for name, value, is_fine, way_out in (
+        (
+            "iterator",
+            type(loader).__name__,
+            type(loader).__iter__ is DataLoader.__iter__,
+            "give a DataLoader of PyTorch's own, and change samples in the data set or in collate_fn",
+        ),
         ("batch_size", loader.batch_size, in_batches, "give it a batch_size and no batch_sampler"),
         (
             "sampler",
@@ -209,8 +216,11 @@ def _source_of_loader(loader: DataLoader[Any]) -> DataSource:
 def default_config(data: Any) -> ControlConfig:
     """Returns the default settings, which start at a `DataLoader`'s batch size unless that is its default, 1."""
     config = ControlConfig()
-    if isinstance(data, DataLoader) and data.batch_size not in (None, 1):
-        config = replace(config, batch=config.batch.around(data.batch_size))
+    batch_size = None
+    if isinstance(data, DataLoader):
+        batch_size = data.batch_size or getattr(data.batch_sampler, "batch_size", None)
+    if batch_size not in (None, 1):
+        config = replace(config, batch=config.batch.around(batch_size))
     return config
 
 

@@ -55,13 +55,14 @@ def source_of(loader: DataLoader[Any]) -> DataSource:
         ValueError: the loader does not draw each sample once an epoch, in random order.
     """
     sampler = getattr(loader.batch_sampler, "sampler", None)  # the loader's own `sampler` is an unused default
-    if not isinstance(sampler, RandomSampler):
+    draws_each_once = isinstance(sampler, RandomSampler) and not sampler.replacement
+    if not draws_each_once or len(sampler) != len(loader.dataset):  # type: ignore[arg-type]
         raise ValueError(
             f"train_dataset {type(loader.dataset).__name__} is drawn by {type(sampler).__name__}: the loop draws each "
             "sample once an epoch, in random order; leave train_sampling_strategy out, and give a map-style data set"
         )
-    plain = DataLoader(loader.dataset, sampler=sampler, collate_fn=loader.collate_fn, num_workers=loader.num_workers)
-    return as_source(plain)  # which refuses further ways to choose samples
+    plain = DataLoader(loader.dataset, shuffle=True, collate_fn=loader.collate_fn, num_workers=loader.num_workers)
+    return as_source(plain)
 
 
 def loss_of(trainer: Trainer) -> Loss:

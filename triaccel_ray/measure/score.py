@@ -17,7 +17,7 @@ TIMED_EPOCHS = 5
 
 ACCURACY = Goal()
 _LEAST = 1e-6
-"""Lower bound for a metric to be minimized, so that the score of a perfect model is finite."""
+"""Lower bound for a metric to be minimized, so that the score of a perfect model is finite, and no run ends by it."""
 
 
 def quality(value: float, goal: Goal) -> float:
@@ -25,17 +25,16 @@ def quality(value: float, goal: Goal) -> float:
 
     A metric to be maximized, such as accuracy, is its own quality. One to be minimized has quality 100 / metric: half
     the metric is worth as much as twice the accuracy. So the ratio of two methods' scores does not depend on the unit,
-    bits or nats. Quality compares methods on one task only.
+    bits or nats. Quality compares methods on one task only. All metrics to be minimized that are below `_LEAST`, as a
+    negative logarithm of a density may be, have the same: their exponential tells them apart.
 
     Raises:
-        ValueError: a percentage is outside [0, 100], a metric to be minimized is negative, or the value is NaN.
+        ValueError: a percentage is outside [0, 100], or the value is NaN.
     """
     if goal.unit == "%" and not 0.0 <= value <= 100.0:
         raise ValueError(f"{goal.words} = {value!r}: must lie in [0, 100] percent")
-    if math.isnan(value) or (value < 0.0 and not goal.maximize):
-        raise ValueError(
-            f"{goal.words} = {value!r}: must be a number >= 0; of a log-likelihood minimise the exponential"
-        )
+    if math.isnan(value):
+        raise ValueError(f"{goal.words} = {value!r}: must be a number")
     return max(value, 0.0) if goal.maximize else 100.0 / max(value, _LEAST)
 
 
