@@ -203,6 +203,8 @@ class ControlLoop(EpochLoop):
         require_finite(self.config, observation)
         decision = decide(self.config, observation, self.state)
         self._ranks.require_equal(f"the decision of tick {self.num_ticks}", encode(decision))
+        if not self._ranks.is_alone:
+            self._ranks.require_equal(f"the learning rate of tick {self.num_ticks}", self.optimizer.rates)
         applied = self._actuators.apply(decision.plan, step=self.num_steps)
         self.sensors.begin_interval(observation.plan, applied)
         self.state = decision.state

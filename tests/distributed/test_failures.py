@@ -252,6 +252,8 @@ def refusal(rank: int, kind: str) -> str:
         config = replace(config, step_in_backward=True)
     elif kind == "stream":
         data = Stream()
+    elif kind == "share":
+        data = tuple(each[rank::3] for each in blobs(24))
     if kind == "baseline":
         optimizer = torch.optim.SGD(model.parameters())
         with pytest.raises(ValueError, match=r".") as raised:
@@ -271,6 +273,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
+        ("share", "first and last sample (give every rank all samples) = "),
         ("settings", "every_steps = 4 on rank 0 and 5 on rank 1: must be the same on all ranks"),
         ("seed", "seed = 0 on rank 0 and 1 on rank 1: must be the same"),
         ("model", 'model = [[["0.weight", [16, 8], '),

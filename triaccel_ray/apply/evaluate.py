@@ -89,6 +89,8 @@ def evaluate(
         source = as_source(data).to(device)
         is_shared = not ranks.is_alone and not isinstance(source, IterableSource)
         first, every = (ranks.rank, ranks.world_size) if is_shared else (0, 1)
+        if is_shared:
+            ranks.require_same_settings({"number of samples to evaluate": len(source)})
         if not isinstance(source, IterableSource):
             source.announce(torch.arange(len(source))[first::every], seed=0, follows=False)
         try:

@@ -107,6 +107,11 @@ class LayerwiseOptimizer:
         """Whether the host checks if gradients are finite: neither kernel nor optimizer can skip on the device."""
         return not self._fused and not self._skips_on_device
 
+    @property
+    def rates(self) -> list[float]:
+        """The factor on learning rates, and each group's rate; waits for the device if one is a tensor there."""
+        return [self._lr_factor, *(float(group["lr"]) for group in self.optimizer.param_groups)]
+
     def set_rates(self, lr_factor: float, lr_scale: Mapping[str, float], companions: Mapping[int, Tensor]) -> None:
         """Sets the learning rates that `update` uses: group lr x `lr_factor` x the layer's scale.
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.config import ControlConfig, require
+from triaccel_ray.data.sources import DataSource, TensorSource
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.plan import Fault, Precision
@@ -38,6 +39,7 @@ def joined_ranks(
         "device": next(model.parameters()).device.type,
         "model": [parameters, [[name, list(buffer.shape)] for name, buffer in model.named_buffers()]],
         "optimizer": [type(optimizer).__name__, [_options(group) for group in optimizer.param_groups]],
+        "optimizer state": _sums_of_state(optimizer),
     }
     ranks.require_same_settings(settings)
     size, smallest = ranks.world_size, config.batch.minimum
@@ -54,7 +56,7 @@ def joined_ranks(
 
 
 def require_same_steps(ranks: Ranks, steps: StepCache, supported: Sequence[tuple[str, Sequence[Precision]]]) -> None:
-    """Checks that the ranks have as many samples, offer layers the same precisions, and run steps of the same kind.
+    """Checks that ranks have the same samples, if tensors, offer layers the same precisions, and run equal steps.
 
     Raises:
         ValueError: they do not.
@@ -63,10 +65,17 @@ def require_same_steps(ranks: Ranks, steps: StepCache, supported: Sequence[tuple
     ranks.require_same_settings(
         {
             "number of samples": step.sampler.num_samples,
+            "first and last sample (give every rank all samples)": _ends_of(step.sampler.source),
             "precisions": encode(supported),
             "compiled, fused, captured": [str(step.compilation), step.fusion is not None, steps.enabled],
         }
     )
+
+
+def _ends_of(source: DataSource) -> str:
+    """Returns a few numbers of the first and the last sample; empty if samples are not given as tensors."""
+    tensors = (source.inputs, source.targets) if isinstance(source, TensorSource) else ()
+    return ", ".join(str(each[at].flatten()[:4].tolist()) for each in tensors for at in (0, -1))
 
 
 def _flattened(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -76,6 +85,17 @@ def _flattened(config: Any, prefix: str = "") -> dict[str, Any]:
         value, name = getattr(config, field.name), prefix + field.name
         found |= _flattened(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: encode(value)}
     return found
+
+
+@torch.no_grad()
+def _sums_of_state(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Returns the sum of each tensor of the optimizer's state, and its other values, in the order of its parameters."""
+    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        [name, float(value.double().sum()) if isinstance(value, torch.Tensor) else str(value)]
+        for parameter in updated
+        for name, value in sorted(optimizer.state.get(parameter, {}).items())
+    ]
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from torch.utils.data import (
     TensorDataset,
     default_collate,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 from triaccel_ray.config import ControlConfig, DataPlace
 from triaccel_ray.cuda.host_memory import in_host_memory
@@ -193,7 +194,9 @@ def _source_of_loader(loader: DataLoader[Any]) -> DataSource:
             "sampler",
             type(sampler).__name__,
             draws_each_once,
-            "choose samples by torch.utils.data.Subset(dataset, indices)",
+            "give every rank all samples, the loop shares them out"
+            if isinstance(sampler, DistributedSampler)
+            else "choose samples by torch.utils.data.Subset(dataset, indices)",
         ),
         (
             "worker_init_fn",
