@@ -25,7 +25,7 @@ from triaccel_ray.decide import ControlState, decide, initial_decision
 from triaccel_ray.measure.profile import ProfileMeter
 from triaccel_ray.measure.sensors import Sensors
 from triaccel_ray.measure.timing import StepTimer
-from triaccel_ray.model.layers import Loss, call_own_train
+from triaccel_ray.model.layers import Loss
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.events import Tick
 from triaccel_ray.records.plan import Plan
@@ -158,8 +158,6 @@ class ControlLoop(EpochLoop):
             timer.interrupt()
         if not self.model.training:
             self.model.train()
-        elif self.sampler.at_epoch_start:
-            call_own_train(self.model)
         precision.weights.refresh()
         lr_factor = self._schedule.factor(self.sampler.position) * plan.batch_lr_scale
         self.optimizer.set_rates(lr_factor, plan.lr_scale, precision.weights.in_force)
