@@ -63,6 +63,11 @@ class Meta(Blobs):
         return nn.Linear(8, 4, device="meta")
 
 
+class Summed(Blobs):
+    def loss(self, outputs, targets, recipe):
+        return nn.functional.cross_entropy(outputs, targets, reduction="sum")
+
+
 class OtherHeldOut(Blobs):
     def data(self, purpose):
         inputs, targets = blobs(50)
@@ -154,6 +159,7 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         ("ModelRaises", UserCodeError, ["ModelRaises.model() raised KeyError: 'cnn'", IN_YOUR_CODE, "in model"]),
         ("TupleOutputs", TypeError, ["outputs tuple of float32 (2, 4), None: cross-entropy needs a tensor"]),
         ("Meta", UserCodeError, ["Meta.model().to('cpu') raised NotImplementedError"]),
+        ("Summed", ValueError, ["the sum of both: must be the mean over the samples; use reduction='mean'"]),
         ("OtherHeldOut", UserCodeError, ["the loss raised IndexError: Target "]),
     ],
 )
