@@ -1,16 +1,18 @@
 """Samples per second on several GPUs relative to one: the control loop, and DDP with `torch.compile`.
 
-    python -m benchmarks.many_gpus --gpus 2 --models resnet18 gpt_350m
+    python -m benchmarks.many_gpus --gpus 2 --models resnet18 gpt_350m --prewarm
 
 Methods:
     ddp            BF16 autocast, `DistributedDataParallel` with `gradient_as_bucket_view`, `torch.compile` around it
+    ddp-bf16       ddp that sends gradients in BF16
     loop           the control loop with a batch of fixed size
     bare           loop, without ticks, curvature and changes of precision
     sharded        bare, with the optimizer's state shared by the GPUs
     sharded-split  sharded, with weights="split"
 
 Each GPU has the batch of `benchmarks.jobs.SIZES`. Each figure is the mean of 5 stretches of steps, with the slowest and
-the fastest. If weights differ at the end, it fails.
+the fastest. If weights differ at the end, it fails. Runs on one GPU share the machine, one on each GPU. With
+`--prewarm`, everything compiles at once first.
 
 It also measures latency and bandwidth of an all-reduce, and predicts from them how each model scales to more GPUs. With
 step time t(N) on N GPUs, and c(N) the time of a ring all-reduce of all gradients:
@@ -30,13 +32,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.any_model import batches, loss_of, optimizer_of, ours
@@ -45,14 +50,25 @@ from benchmarks.processes import has_gpus, parser_of
 from triaccel_ray.apply.reduce import MOST_RANKS_IN_16_BITS
 from triaccel_ray.measure.timing import synchronize
 
-METHODS = ("ddp", "loop", "bare", "sharded", "sharded-split")
+METHODS = ("ddp", "ddp-bf16", "loop", "bare", "sharded", "sharded-split")
 WARM_STEPS, STRETCHES = 60, 5
 GPUS_PER_HOST = 8
 PREDICTED = (4, 8, 64, 512)
 LARGE_BYTES = 2**28
 
 
-def ddp(job: Job, rank: int, num_gpus: int) -> Callable[[], Any]:
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A model that is trained with one method on so many GPUs, from `first_gpu` on."""
+
+    model: str
+    method: str
+    num_gpus: int
+    num_steps: int
+    first_gpu: int = 0
+
+
+def ddp(job: Job, rank: int, num_gpus: int, *, in_bf16: bool) -> Callable[[], Any]:
     """Returns a function that makes a step with `DistributedDataParallel`."""
     if job.is_image:
         job.model.to(memory_format=torch.channels_last)
@@ -60,6 +76,8 @@ def ddp(job: Job, rank: int, num_gpus: int) -> Callable[[], Any]:
     if num_gpus > 1:
         wrap = torch.nn.parallel.DistributedDataParallel
         model = wrap(model, device_ids=[rank], gradient_as_bucket_view=True)
+        if in_bf16:
+            model.register_comm_hook(None, bf16_compress_hook)
     forward = torch.compile(model, dynamic=False)
     drawn = batches(job, slice(rank, None, num_gpus))
 
@@ -74,28 +92,29 @@ def ddp(job: Job, rank: int, num_gpus: int) -> Callable[[], Any]:
     return step
 
 
-def measure(rank: int, name: str, method: str, num_gpus: int, batch_size: int, num_steps: int, folder: str) -> None:
+def measure(rank: int, run: Run, folder: str) -> None:
     """Trains on one of the GPUs; rank 0 writes the figures to a file in `folder`."""
-    torch.cuda.set_device(rank)
+    num_gpus, batch_size = run.num_gpus, SIZES[run.model] * run.num_gpus
+    torch.cuda.set_device(run.first_gpu + rank)
     if num_gpus > 1:
         store = f"file://{folder}/store"
         distributed.init_process_group("nccl", init_method=store, rank=rank, world_size=num_gpus)
-    job = replace(job_of(name), batch_size=batch_size)
+    job = replace(job_of(run.model), batch_size=batch_size)
     loop: Any = None
-    if method == "ddp":
-        step = ddp(job, rank, num_gpus)
+    if run.method.startswith("ddp"):
+        step = ddp(job, rank, num_gpus, in_bf16=run.method == "ddp-bf16")
     else:
-        step, _, (loop, _) = ours(job, method)
+        step, _, (loop, _) = ours(job, run.method)
     for _ in range(WARM_STEPS):
         step()
     rates = []
     for _ in range(STRETCHES):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        for _ in range(num_steps // STRETCHES):
+        for _ in range(run.num_steps // STRETCHES):
             step()
         torch.cuda.synchronize()
-        rates.append(batch_size * (num_steps // STRETCHES) / (time.perf_counter() - began))
+        rates.append(batch_size * (run.num_steps // STRETCHES) / (time.perf_counter() - began))
     sums = torch.stack([parameter.detach().double().sum() for parameter in job.model.parameters()]).cpu().tolist()
     every: list[Any] = [sums] * num_gpus
     if num_gpus > 1:
@@ -141,7 +160,7 @@ def _all_reduce_ms(num_bytes: int, device: torch.device) -> float:
 
 def predicted_ratio(
     link: dict[str, float],
-    num_bytes: tuple[int, int],
+    num_bytes: Sequence[int],
     steps_ms: tuple[float, float],
     num_gpus: tuple[int, int],
     network: float,
@@ -177,35 +196,64 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--steps", type=int, default=500, help="steps that are timed")
+    parser.add_argument("--prewarm", action="store_true", help="compile everything at once before anything is timed")
     parser.add_argument("--network", type=float, default=50.0, help="assumed GB/s of each GPU between hosts")
     args = parser.parse_args()
     if not has_gpus(args.gpus):
         return 1
-    failed, link = 0, spawned(measure_link, args.gpus, args.gpus)
-    print(f"all-reduce: {1e3 * link['latency_ms']:.0f} us of latency, {link['bytes_per_ms'] / 1e6:.0f} GB/s")
-    for name, method in itertools.product(installed(args.models), args.methods):
-        alone, together = (_figures(name, method, num_gpus, args.steps) for num_gpus in (1, args.gpus))
-        failed |= not together["equal"]
+    together = [
+        Run(model=model, method=method, num_gpus=args.gpus, num_steps=args.steps)
+        for model, method in itertools.product(installed(args.models), args.methods)
+    ]
+    if args.prewarm:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda run: figures_of(replace(run, num_steps=STRETCHES)), together))
+    link = spawned(measure_link, args.gpus, args.gpus)
+    print(
+        f"all-reduce: {1e3 * link['latency_ms']:.0f} us of latency, {link['bytes_per_ms'] / 1e6:.0f} GB/s", flush=True
+    )
+    failed = 0
+    for run, alone in zip(together, alone_on_each(args.gpus, together), strict=True):
+        found = figures_of(run)
+        failed |= not found["equal"]
         print(
-            f"{name:16} {method:13} 1 GPU {alone['rate']:9.0f}/s, {args.gpus} GPUs {together['rate']:9.0f}/s "
-            f"({together['range'][0]:.0f} to {together['range'][1]:.0f}): x {together['rate'] / alone['rate']:.2f}, "
-            f"allocator {alone['peak']:.2f} and {together['peak']:.2f} GiB"
-            + (f", {together['captured']} graphs" if "captured" in together else "")
-            + ("" if together["equal"] else "  WEIGHTS DIFFER"),
+            f"{run.model:16} {run.method:13} 1 GPU {alone['rate']:9.0f}/s, {args.gpus} GPUs {found['rate']:9.0f}/s "
+            f"({found['range'][0]:.0f} to {found['range'][1]:.0f}): x {found['rate'] / alone['rate']:.2f}, "
+            f"allocator {alone['peak']:.2f} and {found['peak']:.2f} GiB"
+            + (f", {found['captured']} graphs" if "captured" in found else "")
+            + ("" if found["equal"] else "  WEIGHTS DIFFER"),
             flush=True,
         )
-        steps_ms = 1e3 * SIZES[name] / alone["rate"], 1e3 * SIZES[name] * args.gpus / together["rate"]
+        steps_ms = 1e3 * SIZES[run.model] / alone["rate"], 1e3 * SIZES[run.model] * args.gpus / found["rate"]
         ratios = []
         for number in PREDICTED:
-            sent = sent_bytes(method, alone["elements"], args.gpus), sent_bytes(method, alone["elements"], number)
-            ratio = predicted_ratio(link, sent, steps_ms, (args.gpus, number), 1e6 * args.network)
+            num_bytes = [sent_bytes(run.method, alone["elements"], each) for each in (args.gpus, number)]
+            ratio = predicted_ratio(link, num_bytes, steps_ms, (args.gpus, number), 1e6 * args.network)
             ratios.append(f"{number}: {ratio:.1f}")
         print(f"{'':16} {'':13} predicted: {', '.join(ratios)}", flush=True)
     return failed
 
 
-def _figures(name: str, method: str, num_gpus: int, num_steps: int) -> dict[str, Any]:
-    return spawned(measure, num_gpus, name, method, num_gpus, SIZES[name] * num_gpus, num_steps)
+def alone_on_each(num_gpus: int, runs: list[Run]) -> list[dict[str, Any]]:
+    """Returns the figures of each run on one GPU; as many train at once as there are GPUs."""
+    free: SimpleQueue[int] = SimpleQueue()
+    for index in range(num_gpus):
+        free.put(index)
+
+    def figures_on_a_free_gpu(run: Run) -> dict[str, Any]:
+        index = free.get()
+        try:
+            return figures_of(replace(run, num_gpus=1, first_gpu=index))
+        finally:
+            free.put(index)
+
+    with ThreadPoolExecutor(num_gpus) as pool:
+        return list(pool.map(figures_on_a_free_gpu, runs))
+
+
+def figures_of(run: Run) -> dict[str, Any]:
+    """Returns what `measure` finds."""
+    return spawned(measure, run.num_gpus, run)
 
 
 def spawned(measurement: Callable[..., None], num_gpus: int, *args: Any) -> dict[str, Any]:
