@@ -12,7 +12,7 @@ Methods:
 
 Each GPU has the batch of `benchmarks.jobs.SIZES`. Each figure is the mean of 5 stretches of steps, with the slowest and
 the fastest. If weights differ at the end, it fails. Runs on one GPU share the machine, one on each GPU. With
-`--prewarm`, everything compiles at once first.
+`--prewarm`, `ddp` and `bare` of all models compile at once first.
 
 It also measures latency and bandwidth of an all-reduce, and predicts from them how each model scales to more GPUs. With
 step time t(N) on N GPUs, and c(N) the time of a ring all-reduce of all gradients:
@@ -196,7 +196,7 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--steps", type=int, default=500, help="steps that are timed")
-    parser.add_argument("--prewarm", action="store_true", help="compile everything at once before anything is timed")
+    parser.add_argument("--prewarm", action="store_true", help="compile ddp and bare of all models at once first")
     parser.add_argument("--network", type=float, default=50.0, help="assumed GB/s of each GPU between hosts")
     args = parser.parse_args()
     if not has_gpus(args.gpus):
@@ -206,8 +206,10 @@ def main() -> int:
         for model, method in itertools.product(installed(args.models), args.methods)
     ]
     if args.prewarm:
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda run: figures_of(replace(run, num_steps=STRETCHES)), together))
+        apart = [run for run in together if run.method in ("ddp", "bare")]  # the others have the code of one of these
+        apart += [replace(run, num_gpus=1, first_gpu=index % args.gpus) for index, run in enumerate(apart)]
+        with ThreadPoolExecutor(len(apart)) as pool:
+            list(pool.map(lambda run: figures_of(replace(run, num_steps=STRETCHES)), apart))
     link = spawned(measure_link, args.gpus, args.gpus)
     print(
         f"all-reduce: {1e3 * link['latency_ms']:.0f} us of latency, {link['bytes_per_ms'] / 1e6:.0f} GB/s", flush=True
