@@ -197,7 +197,7 @@ class Sampler:
         """Returns this rank's of the samples from place `start` of an epoch on."""
         if self._world_size == 1:
             return samples
-        return samples[(self.rank - start) % self._world_size :: self._world_size]
+        return samples[(self.rank - start) % self._world_size :: self._world_size].contiguous()
 
     def _announced_order(self, *, follows: bool) -> Tensor:
         """Returns the current epoch's order, int64 [n], and announces its remaining samples."""
