@@ -17,7 +17,7 @@ from triaccel_ray.kernels.multi_tensor import have_equal_dense_strides, is_dense
 from triaccel_ray.kernels.split_words import join, split
 from triaccel_ray.model.layers import Layer
 
-_PIECE_ELEMENTS = 2**20
+_PIECE_ELEMENTS = 2**18
 """Elements that are split or joined at once: temporaries take about 16 bytes per element."""
 _ALIGNMENT = 8
 """The low words begin at a multiple of this many words: 16 bytes, which kernels read at once."""
