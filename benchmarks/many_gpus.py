@@ -208,7 +208,7 @@ def main() -> int:
     if args.prewarm:
         apart = [run for run in together if run.method in ("ddp", "bare")]  # the others have the code of one of these
         apart += [replace(run, num_gpus=1, first_gpu=index % args.gpus) for index, run in enumerate(apart)]
-        with ThreadPoolExecutor(len(apart)) as pool:
+        with ThreadPoolExecutor() as pool:
             list(pool.map(lambda run: figures_of(replace(run, num_steps=STRETCHES)), apart))
     link = spawned(measure_link, args.gpus, args.gpus)
     print(
