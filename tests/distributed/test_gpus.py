@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.build import BF16, CONFIG, Limited, blobs, loop_of, mlp
-from tests.distributed.training import assert_close, fixed, listed
+from tests.distributed.training import assert_close, fixed, listed, trained_on_images
 from tests.distributed.worker_pool import WorkerPool
 from triaccel_ray.config import ControlConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.decide import replay
@@ -74,6 +74,12 @@ def test_captured_steps_on_two_gpus_compute_what_one_computes(workers: WorkerPoo
         assert each["weights"] == found[0]["weights"]
         assert_close(each["weights"], alone["weights"], within=1e-4)
         assert each["evaluation"] == found[0]["evaluation"]
+
+
+def test_images_train_on_two_gpus_as_on_one(workers: WorkerPool) -> None:
+    (alone,) = workers.run(1, trained_on_images, fixed(12), 40)
+    for each in workers.run(2, trained_on_images, fixed(12), 40):
+        assert_close(each, alone, within=1e-2)  # convolutions compute in TF32
 
 
 @pytest.mark.parametrize("compiles", ["off", "auto"])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.build import BF16, blobs, cross_entropy, loop_of, mlp, plain, shift_and_noise
-from tests.distributed.training import Unsteady, assert_close, fixed, listed, trained
+from tests.distributed.training import Unsteady, assert_close, fixed, listed, trained, trained_on_images
 from tests.distributed.worker_pool import WorkerPool
 from triaccel_ray.config import ControlConfig, PrecisionConfig
 from triaccel_ray.data.sources import TensorSource
@@ -36,6 +36,12 @@ def test_weights_and_losses_do_not_depend_on_the_number_of_ranks(
             assert each["count"] == alone["count"]
             assert each["loss"] == pytest.approx(alone["loss"], rel=1e-5)
             assert each["evaluation"] == pytest.approx(alone["evaluation"], rel=1e-5)
+
+
+def test_images_train_on_several_ranks_as_on_one(workers: WorkerPool) -> None:
+    (alone,) = workers.run(1, trained_on_images, fixed(12), 20)
+    for each in workers.run(3, trained_on_images, fixed(12), 20):
+        assert_close(each, alone)
 
 
 def evaluated(rank: int, num_samples: int) -> list[float]:

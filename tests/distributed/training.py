@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.build import QUIET, blobs, loop_of, mlp
 from triaccel_ray.config import BatchConfig, ControlConfig
+from triaccel_ray.trainables.images import ImageSource, Preparation
 
 
 def fixed(size: int, *, accumulate: int = 1) -> ControlConfig:
@@ -51,6 +52,21 @@ def assert_close(first: list[list[float]], second: list[list[float]], *, within:
     for one, other in zip(first, second, strict=True):
         a, b = torch.tensor(one), torch.tensor(other)
         assert (a - b).norm() <= within * b.norm()
+
+
+def trained_on_images(rank: int, config: ControlConfig, num_steps: int) -> list[list[float]]:
+    """Returns the parameters after some steps on images of 8 bits, which are prepared on the device."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+    if torch.cuda.is_available():
+        model.cuda()
+    images, targets = torch.randint(256, (98, 3, 8, 8), dtype=torch.uint8), torch.randint(4, (98,))
+    preparation = Preparation(mean=[0.5] * 3, std=[0.25] * 3)
+    loop, _ = loop_of(model, ImageSource(images, targets, preparation), config)
+    for _ in range(num_steps):
+        loop.step()
+    loop.close()
+    return listed(model)
 
 
 class Unsteady(nn.Module):
