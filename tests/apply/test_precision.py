@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.build import BF16, FP16, FP32, ConvNet, controlled, gradients, images
-from triaccel_ray.apply.precision import DTYPES, _native_on_a_cpu, precisions_without_benefit, supported_precisions
+from triaccel_ray.apply.precision import DTYPES, precisions_without_benefit, supported_precisions
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import Precision
 
@@ -157,13 +157,16 @@ def test_parametrized_layers_train_as_under_autocast(kind: str, level: Precision
         assert (hidden.dtype, model[2](hidden).dtype) == (torch.float32, torch.bfloat16)
 
 
-def test_a_pytorch_without_onednn_has_no_low_precision_on_a_cpu() -> None:
-    assert _native_on_a_cpu(None) == {FP16: False, BF16: False}
+def test_a_pytorch_without_onednn_has_no_low_precision_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert precisions_without_benefit("cpu", is_compiled=False).keys() == {FP16, BF16}
 
 
-def test_a_precision_that_gains_nothing_has_its_reason() -> None:
-    emulated = precisions_without_benefit("cpu", is_compiled=False)
-    assert all(reason == f"this CPU has no {level.name} instructions" for level, reason in emulated.items())
-    assert FP32 not in emulated
-    compiled = precisions_without_benefit("cpu", is_compiled=True)
-    assert compiled.keys() == emulated.keys() | ({FP16} if BF16 not in emulated else set())
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_a_precision_that_gains_nothing_has_its_reason(monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
+    refused = {FP16: "PyTorch has no fast FP16 on a CPU"}
+    if not has_bf16:
+        refused[BF16] = "this CPU has no BF16 instructions"
+    for is_compiled in (False, True):
+        assert precisions_without_benefit("cpu", is_compiled=is_compiled) == refused
