@@ -170,3 +170,15 @@ def test_a_precision_that_gains_nothing_has_its_reason(monkeypatch: pytest.Monke
         refused[BF16] = "this CPU has no BF16 instructions"
     for is_compiled in (False, True):
         assert precisions_without_benefit("cpu", is_compiled=is_compiled) == refused
+
+
+@pytest.mark.parametrize(("has_bf16", "refused"), [(False, {BF16: "this GPU has no BF16"}), (True, {})])
+def test_a_gpu_without_bf16_keeps_fp16_in_compiled_code(
+    monkeypatch: pytest.MonkeyPatch, has_bf16: bool, refused: dict[Precision, str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    compiled = refused or {FP16: "compiled code is no faster in fp16"}
+    for is_compiled, expected in ((False, refused), (True, compiled)):
+        found = precisions_without_benefit("cuda", is_compiled=is_compiled)
+        assert found.keys() == expected.keys()
+        assert all(found[level].startswith(reason) for level, reason in expected.items())
