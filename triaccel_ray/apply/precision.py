@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from triaccel_ray.apply.depthwise import forward_of
 from triaccel_ray.apply.fused_norm import FusedNorm
-from triaccel_ray.apply.weights import Weights
+from triaccel_ray.apply.weights import Weights, showing
 from triaccel_ray.model.layers import Layer, uncompiled
 from triaccel_ray.model.pytree import cast_floating, tensors_in, widened
 from triaccel_ray.records.plan import Precision
@@ -197,7 +197,7 @@ class LayerPrecision:
         own = module.__dict__.get("forward")
         original: Callable[..., Any] = type(module).forward if own is None else lambda _, *a, **kw: own(*a, **kw)
         computed = forward_of(module) if own_kernels and own is None else original
-        device_type, computing = self._device_type, self.weights.computing(module)
+        device_type, shown = self._device_type, self.weights.shown_by(module)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if region.dtype is None:
@@ -206,7 +206,7 @@ class LayerPrecision:
                 with torch.autocast(device_type, enabled=False):
                     return computed(module, *widened(args), **widened(kwargs))
             # Uncached: autocast's cache does not distinguish FP16 casts of a weight from BF16 casts.
-            with torch.autocast(device_type, dtype=region.dtype, cache_enabled=False), computing():
+            with torch.autocast(device_type, dtype=region.dtype, cache_enabled=False), showing(shown):
                 return computed(module, *args, **kwargs)
 
         forward.owner = self  # type: ignore[attr-defined]  # functions take attributes

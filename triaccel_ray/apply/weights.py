@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 from triaccel_ray.kernels.multi_tensor import have_equal_dense_strides
 from triaccel_ray.model.gradients import has_hooks
 from triaccel_ray.model.layers import NORMS, Layer
+
+Shown = list[tuple[nn.Module, dict[str, nn.Parameter]]]
+"""Modules, and by name what they compute with in place of their parameters."""
 
 
 class Weights:
@@ -53,16 +55,30 @@ class Weights:
     def drop_unused(self) -> None:
         """Frees memory that only captured graphs could still read."""
 
-    def computing(self, module: nn.Module) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Returns a function that creates the context of a forward pass of `module` in 16 bits."""
-        return contextlib.nullcontext  # one object for all: modules without differences share compiled code
+    def shown_by(self, module: nn.Module) -> Shown:
+        """Returns what `module` computes with in 16 bits in place of its parameters, now and after each change."""
+        return []
+
+
+@contextlib.contextmanager
+def showing(shown: Shown) -> Iterator[None]:
+    """Returns a context in which modules have other tensors in place of their parameters. It can be compiled."""
+    own = [(part, name, part._parameters[name]) for part, copies in shown for name in copies]
+    for part, copies in shown:
+        part._parameters.update(copies)
+    try:
+        yield
+    finally:
+        for part, name, parameter in own:
+            part._parameters[name] = parameter
 
 
 class ComputeCopies(Weights):
     """Keeps low-precision copies of the parameters of layers in 16 bits: autograd leaves that get the gradients.
 
-    Used for steps that are not compiled, where casting a weight, or its gradient, is a kernel launch of its own: 8 % of
-    a step of ResNet-18 at batch 96 on an H200. Forward passes read the copies, so that autocast casts nothing.
+    Forward passes read the copies, so that nothing casts a weight or its gradient: these casts take 8 % of a step of
+    ResNet-18 at batch 96 on an H200, and 6 % of a compiled GPT of 303 million parameters on an H100. In a step, a copy
+    takes no more memory than the cast that the backward pass would need, and its gradient half of an FP32 one.
 
     An optimizer step writes the copies along with the parameters. Other writes to a parameter (by a checkpoint, the
     user) are detected by its version counter, except in-place writes through `.data`. A parameter with hooks has no
@@ -73,10 +89,11 @@ class ComputeCopies(Weights):
         """Prepares for copies, which `set` makes, of those of `parameters` that belong to exactly one of `layers`."""
         super().__init__()
         self._parameters = parameters_of_one(layers, parameters)
-        self._made: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._made: dict[tuple[int, torch.dtype], nn.Parameter] = {}
         self._covered: list[nn.Parameter] = []
         self._seen: dict[int, Any] = {}
         self._dtypes: Mapping[str, torch.dtype] = {}
+        self._shown: Shown = []
 
     def set(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Puts copies in these dtypes, given by layer name, into force; a layer in FP32 has none."""
@@ -90,6 +107,9 @@ class ComputeCopies(Weights):
         self.in_force = {id(parameter): self._copy(parameter, dtype) for parameter, dtype in low.items()}
         self._covered = list(low)
         self.written(self._covered)
+        for part, copies in self._shown:
+            copies.clear()
+            copies.update({name: self.in_force[id(p)] for name, p in _own(part) if id(p) in self.in_force})
 
     def refresh(self) -> None:
         """Writes parameters changed outside the optimizer to their copies; recreates copies that no longer fit."""
@@ -129,31 +149,24 @@ class ComputeCopies(Weights):
         in_force = {id(copy) for copy in self.in_force.values()}
         self._made = {key: copy for key, copy in self._made.items() if id(copy) in in_force}
 
-    def computing(self, module: nn.Module) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Returns a function that creates a context in which the module computes with its copies."""
-        return partial(self._showing, module)
+    def shown_by(self, module: nn.Module) -> Shown:
+        """Returns, of `module` and its submodules with parameters, those that have copies, by name."""
+        shown: Shown = [(part, {}) for part in module.modules() if _own(part)]
+        self._shown.extend(shown)
+        return shown
 
-    @contextlib.contextmanager
-    def _showing(self, module: nn.Module) -> Iterator[None]:
-        """Replaces the parameters of `module` and its submodules by their copies, if they have any."""
-        parts = module.modules() if module._modules else [module]
-        saved = [(part, part._parameters) for part in parts]
-        try:
-            for part, own in saved:
-                shown: dict[str, Any] = {name: self.in_force.get(id(p), p) for name, p in own.items()}
-                part._parameters = shown
-            yield
-        finally:
-            for part, own in saved:
-                part._parameters = own
-
-    def _copy(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    def _copy(self, parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
         made = self._made.get((id(parameter), dtype))
         if made is None or not have_equal_dense_strides(made, parameter):
             if made is not None:
                 self.generation += 1
-            made = self._made[id(parameter), dtype] = torch.empty_like(parameter, dtype=dtype, requires_grad=True)
+            # A parameter: the compiler gives its shape to the code as constants, whatever else may vary.
+            made = self._made[id(parameter), dtype] = nn.Parameter(torch.empty_like(parameter, dtype=dtype))
         return made
+
+
+def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in module._parameters.items() if p is not None]
 
 
 def _state(parameter: Tensor) -> tuple[Any, ...]:

@@ -169,9 +169,8 @@ class Training:
         on_gpu = self.device.type == "cuda"
         fusion = self._fuse() if on_gpu and execution.compile != "on" and execution.fuse else None
         compiles = execution.compile == "on" or (execution.compile == "auto" and on_gpu and fusion is None)
-        needs_copies = on_gpu and not compiles and self._split_weights is None and buckets is None
         weights = self._split_weights or Weights()
-        if needs_copies:
+        if on_gpu and self._split_weights is None and buckets is None:
             weights = ComputeCopies(self.layers, self.optimizer.parameters)
         norms = () if fusion is None else fusion.norms
         precision = LayerPrecision(self.model, self.layers, weights=weights, norms=norms, own_kernels=execution.fuse)

@@ -78,7 +78,7 @@ def parameter_signal(
         data_bytes=_data_bytes(task.source) if not on_gpu or config.execution.data_on == "device" else 0,
         budget_bytes=limits[0],
         headroom_bytes=limits[1],
-        keeps_copies=on_gpu and not _is_to_be_compiled(model, config, device),
+        keeps_copies=on_gpu,
         may_use_fp16=may_use_fp16,
         num_ranks=ranks.world_size,
         shared_state_bytes=shared_state_bytes,

@@ -41,8 +41,8 @@ def decide_form(config: ControlConfig, signal: ParameterSignal | None) -> tuple[
 
     The plain form is kept if a step needs at most what the memory budget leaves it, or without a budget. Else weights
     are split, and if that does not suffice, parameters are also updated in the backward pass. Neither takes time (GPT
-    of 303 million parameters on an H200: 24.3 ms a step in the plain form, 23.6 ms with both), so an upper bound of
-    what a step saves serves as its measurement. Last, ranks share the optimizer's state, which costs messages. If no
+    of 303 million parameters on an H100: 24.3 ms a step in the plain form, 24.4 ms split), so an upper bound of what a
+    step saves serves as its measurement. Last, ranks share the optimizer's state, which costs messages. If no
     form fits, the one that needs least is chosen, and memory plans make up for the rest. A setting other than `auto`
     stays as it is.
 

@@ -183,7 +183,7 @@ class Ranks:
         if self.is_alone:
             return lambda: None
         with self._naming_lost_ranks_on_hosts():
-            works = [dist.all_reduce(tensor, group=self._group, async_op=True) for tensor in tensors]
+            works = self._start_sums(tensors)
 
         def wait() -> None:
             with self._naming_lost_ranks_on_hosts():
@@ -192,6 +192,13 @@ class Ranks:
                         work.wait()
 
         return wait
+
+    def _start_sums(self, tensors: Sequence[Tensor]) -> list[Any]:
+        if self._group is self._host_group:
+            return [dist.all_reduce(tensor, group=self._group, async_op=True) for tensor in tensors]
+        # NCCL sums tensors of one dtype in one kernel: many small ones then take no longer than a large one.
+        dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
+        return [self._group.allreduce_coalesced([t for t in tensors if t.dtype is dtype]) for dtype in dtypes]
 
     def _naming_lost_ranks_on_hosts(self) -> contextlib.AbstractContextManager[None]:
         """Returns `_naming_lost_ranks` over gloo. NCCL also reports errors of the device and of a capture."""
