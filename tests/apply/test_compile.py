@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 from tests.apply.captured import faults_of, fixed, loop_of
-from tests.build import BF16, FP32, controlled
+from tests.build import BF16, FP32
 from triaccel_ray.apply.compile import Compilation, is_compiled
+from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.apply.weights import ComputeCopies, Weights
+from triaccel_ray.model.layers import find_layers
 from triaccel_ray.model.regions import repeated_blocks
 from triaccel_ray.records.plan import Precision
 
@@ -46,7 +49,8 @@ def test_the_largest_blocks_that_repeat_are_found_whatever_holds_them() -> None:
     assert found(nn.Sequential(Block(4), Block(4), nn.Linear(100, 100))) == []
 
 
-def test_equal_blocks_share_compiled_code_and_a_plan_adds_only_its_variants() -> None:
+@pytest.mark.parametrize("has_copies", [False, True])
+def test_equal_blocks_share_compiled_code_and_a_plan_adds_only_its_variants(has_copies: bool) -> None:
     """Compiled code must depend on the dtypes of a block's layers alone, not on which block it is."""
     seen: list[Any] = []
 
@@ -56,13 +60,23 @@ def test_equal_blocks_share_compiled_code_and_a_plan_adds_only_its_variants() ->
 
     blocks = [Block(4) for _ in range(4)]
     model = nn.Sequential(*blocks)
-    precision = controlled(model, BF16)
+    layers = find_layers(model)
+    weights = ComputeCopies(layers, model.parameters()) if has_copies else Weights()
+    precision = LayerPrecision(model, layers, weights=weights)
+    precision.set({layer.name: BF16 for layer in layers})
     for block in blocks:
         block.compile(backend=backend, dynamic=True)
     for size in (3, 5):
         with precision.in_force():
             model(torch.ones(size, 4, requires_grad=True)).sum().backward()
     assert len(seen) == 1
+    entered = [node.meta["example_value"] for node in seen[0].graph.find_nodes(op="placeholder")]
+    shapes = [each.shape for each in entered if isinstance(each, nn.Parameter) and each.dim() == 2]
+    assert shapes == [(16, 4), (4, 16)]
+    assert all(type(number) is int for shape in shapes for number in shape)  # constants, although batch sizes vary
+    for parameter in blocks[0].up.parameters():
+        assert (parameter.grad is None) == has_copies
+        assert not has_copies or weights.in_force[id(parameter)].grad is not None
     precision.set({"1.up": FP32, "2.up": FP32})
     with precision.in_force():
         outputs = model(torch.ones(3, 4, requires_grad=True))

@@ -104,12 +104,13 @@ class ComputeCopies(Weights):
             for p in self._parameters[name]
             if dtype != torch.float32 and p.requires_grad and not has_hooks(p)
         }
-        self.in_force = {id(parameter): self._copy(parameter, dtype) for parameter, dtype in low.items()}
+        copy_of = {id(parameter): self._copy(parameter, dtype) for parameter, dtype in low.items()}
+        self.in_force = copy_of
         self._covered = list(low)
         self.written(self._covered)
         for part, copies in self._shown:
             copies.clear()
-            copies.update({name: self.in_force[id(p)] for name, p in _own(part) if id(p) in self.in_force})
+            copies.update({name: copy_of[id(p)] for name, p in _own(part) if id(p) in copy_of})
 
     def refresh(self) -> None:
         """Writes parameters changed outside the optimizer to their copies; recreates copies that no longer fit."""
