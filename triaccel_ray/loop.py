@@ -99,10 +99,10 @@ class ControlLoop(EpochLoop):
             self.sensors.record_faults(training.faults)
             require_same_steps(self._ranks, training.steps, training.supported)
             first = initial_decision(self.config, training.supported, training.steps.step.region_names)
-            self.state, self._actuators = first.state, Actuators(first.plan, training.steps, training.pool)
             self._curvature = ScheduledCurvature(training, self.sensors, self.config, seed=seed)
             self.curvature = self._curvature.meter
-            self._curvature.dry_run()
+            self._curvature.dry_run()  # before the plan: layers in 16 bits then have no copies that take memory yet
+            self.state, self._actuators = first.state, Actuators(first.plan, training.steps, training.pool)
             self._pending = PendingTick(on_tick, self.config, decides_late=self.device.type == "cuda")
         except BaseException:
             training.remove()

@@ -139,7 +139,7 @@ class Interruption:
     """The run was interrupted here and continues in another process."""
 
     cause: str
-    """`preempted` (process or node lost), `resized` (GPUs have been added), `stopped` (by the user), `damaged` (the
+    """`preempted` (process or node lost), `resized` (processes have been added), `stopped` (by the user), `damaged` (the
     rest of the log could not be read), or the cause in the `End` record that stood here."""
     message: str
     """What happened, and from where the run continues."""

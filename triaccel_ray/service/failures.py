@@ -209,7 +209,7 @@ class LogHistory:
             return None
         if world_size > found.world_size_before and found.cause == "preempted":
             # Ray Train ends the processes to begin again with more, which looks like a loss.
-            found = replace(found, cause="resized", message="GPUs have been added")
+            found = replace(found, cause="resized", message="processes have been added")
         if world_size != found.world_size_before:
             found = replace(found, message=f"{found.message}; {found.world_size_before} -> {world_size} processes")
         # Work since the checkpoint is repeated; before an earlier interruption, it is counted there.
