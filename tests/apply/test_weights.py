@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from tests.build import CPU, blobs, cross_entropy, mlp
 from triaccel_ray.apply.loss_scale import LossScale
@@ -113,6 +114,44 @@ def test_gradients_arrive_at_the_copies_and_equal_those_through_a_cast() -> None
     for gradient, parameter in zip(found.tensors, cast.parameters(), strict=True):
         assert gradient is not None
         torch.testing.assert_close(gradient.float(), parameter.grad, rtol=1e-6, atol=0.0)
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.rows[ids]  # sums of many gradients in 16 bits would lose digits
+
+
+class Normalized(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.div_(self.weight.norm())  # of a copy it would never reach the weight
+        return super().forward(inputs)
+
+
+def test_modules_with_a_forward_function_of_their_own_have_no_copies() -> None:
+    model = nn.Sequential(Table(), Normalized(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    model[3].forward = lambda inputs: inputs + model[3].weight[0]
+    assert set(copies_of(model).in_force) == {id(parameter) for parameter in model[2].parameters()}
+
+
+def test_what_stands_in_a_parameters_place_is_computed_with() -> None:
+    model, inputs = mlp(), blobs(16)[0]
+    precision = LayerPrecision(model, find_layers(model), weights=copies_of(model))
+    precision.set(LEVELS)
+    zeros = {name: torch.zeros_like(parameter, requires_grad=True) for name, parameter in model.named_parameters()}
+    outputs = torch.func.functional_call(model, zeros, inputs)
+    outputs.sum().backward()
+    assert not outputs.any()
+    assert all(given.grad is not None for given in zeros.values())
+    prune.l1_unstructured(model[0], "weight", amount=0.5)  # replaces the parameter
+    model[2].weight = nn.Parameter(torch.zeros_like(model[2].weight))
+    assert torch.equal(model[:3](inputs).float(), model[2].bias.bfloat16().float().expand(16, -1))
+    prune.remove(model[0], "weight")
+    model(inputs)
 
 
 def test_what_is_shared_looked_up_or_not_updated_has_no_copy() -> None:

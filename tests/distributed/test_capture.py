@@ -208,7 +208,7 @@ def summed_tensors(rank: int) -> list[tuple[torch.dtype, tuple[int, ...], list[f
     layout = torch.channels_last
     tensors = [
         torch.full((40,), rank + 1.0),
-        torch.full((40,), rank + 1.0, dtype=torch.bfloat16),
+        torch.full((40,), rank + 1.0, dtype=torch.bfloat16 if rank else torch.float32),
         torch.full((3,), rank + 1.0),
         torch.arange(rank, rank + 120.0).view(2, 3, 4, 5).contiguous(memory_format=layout),
     ]

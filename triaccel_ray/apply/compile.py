@@ -56,8 +56,13 @@ class Compilation:
         return module
 
     def in_force(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for training passes, in which one block may be compiled in many variants."""
-        patched: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT)
+        """Returns a context for training passes, in which one block may be compiled in many variants.
+
+        A checkpoint in the model's own code is compiled, too: what `showing` does within one need not be done again.
+        """
+        patched: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(
+            recompile_limit=_RECOMPILE_LIMIT, skip_fwd_side_effects_in_bwd_under_checkpoint=True
+        )
         return patched
 
     def remove(self) -> None:

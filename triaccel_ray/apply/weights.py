@@ -15,8 +15,16 @@ from triaccel_ray.kernels.multi_tensor import have_equal_dense_strides
 from triaccel_ray.model.gradients import has_hooks
 from triaccel_ray.model.layers import NORMS, Layer
 
-Shown = list[tuple[nn.Module, dict[str, nn.Parameter]]]
-"""Modules, and by name what they compute with in place of their parameters."""
+Shown = list[tuple[nn.Module, dict[str, tuple[nn.Parameter, nn.Parameter]]]]
+"""Modules, and by name a parameter of theirs and the copy that they compute with."""
+_PRODUCTS = {
+    each.forward
+    for each in (
+        *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention),
+        *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    )
+}
+"""Forward functions that multiply by their parameters and add them, and do nothing else with them."""
 
 
 class Weights:
@@ -56,39 +64,48 @@ class Weights:
         """Frees memory that only captured graphs could still read."""
 
     def shown_by(self, module: nn.Module) -> Shown:
-        """Returns what `module` computes with in 16 bits in place of its parameters, now and after each change."""
+        """Returns the copies for `module` and its submodules; the dictionaries are filled, and changed, later."""
         return []
 
 
 @contextlib.contextmanager
 def showing(shown: Shown) -> Iterator[None]:
-    """Returns a context in which modules have other tensors in place of their parameters. It can be compiled."""
-    own = [(part, name, part._parameters[name]) for part, copies in shown for name in copies]
+    """Returns a context in which modules have the copies in place of their parameters; compiled code may enter it.
+
+    Whatever else stands in a parameter's place is left there, as by `torch.func.functional_call` or pruning.
+    """
+    replaced = []
     for part, copies in shown:
-        part._parameters.update(copies)
+        for name, (parameter, copy) in copies.items():
+            if part._parameters.get(name) is parameter:
+                part._parameters[name] = copy
+                replaced.append((part, name, parameter))
     try:
         yield
     finally:
-        for part, name, parameter in own:
+        for part, name, parameter in replaced:
             part._parameters[name] = parameter
 
 
 class ComputeCopies(Weights):
     """Keeps low-precision copies of the parameters of layers in 16 bits: autograd leaves that get the gradients.
 
-    Forward passes read the copies, so that nothing casts a weight or its gradient: these casts take 8 % of a step of
-    ResNet-18 at batch 96 on an H200, and 6 % of a compiled GPT of 303 million parameters on an H100. In a step, a copy
-    takes no more memory than the cast that the backward pass would need, and its gradient half of an FP32 one.
+    Forward passes read the copies, so that no weight is cast, nor its gradient. A copy takes the memory of the cast
+    that the backward pass needs, and its gradient half of an FP32 one.
 
     An optimizer step writes the copies along with the parameters. Other writes to a parameter (by a checkpoint, the
-    user) are detected by its version counter, except in-place writes through `.data`. A parameter with hooks has no
-    copy, since they would not fire there. A copy is kept until `drop_unused`: captured graphs hold its address.
+    user) are detected by its version counter, except in-place writes through `.data`. A copy is kept until
+    `drop_unused`: captured graphs hold its address.
+
+    These have no copy: a parameter with hooks, which would not fire there; and one of a module with a forward function
+    of its own, which may write to it, or add up many gradients of one element, as lookups do.
     """
 
     def __init__(self, layers: Sequence[Layer], parameters: Iterable[nn.Parameter]) -> None:
         """Prepares for copies, which `set` makes, of those of `parameters` that belong to exactly one of `layers`."""
         super().__init__()
-        self._parameters = parameters_of_one(layers, parameters)
+        fit = multiplied_parameters(layers)
+        self._parameters = parameters_of_one(layers, [p for p in parameters if id(p) in fit])
         self._made: dict[tuple[int, torch.dtype], nn.Parameter] = {}
         self._covered: list[nn.Parameter] = []
         self._seen: dict[int, Any] = {}
@@ -110,7 +127,7 @@ class ComputeCopies(Weights):
         self.written(self._covered)
         for part, copies in self._shown:
             copies.clear()
-            copies.update({name: copy_of[id(p)] for name, p in _own(part) if id(p) in copy_of})
+            copies.update({name: (p, copy_of[id(p)]) for name, p in _own(part) if id(p) in copy_of})
 
     def refresh(self) -> None:
         """Writes parameters changed outside the optimizer to their copies; recreates copies that no longer fit."""
@@ -151,7 +168,7 @@ class ComputeCopies(Weights):
         self._made = {key: copy for key, copy in self._made.items() if id(copy) in in_force}
 
     def shown_by(self, module: nn.Module) -> Shown:
-        """Returns, of `module` and its submodules with parameters, those that have copies, by name."""
+        """Returns the copies for `module` and its submodules; `set` fills and changes the dictionaries."""
         shown: Shown = [(part, {}) for part in module.modules() if _own(part)]
         self._shown.extend(shown)
         return shown
@@ -161,7 +178,7 @@ class ComputeCopies(Weights):
         if made is None or not have_equal_dense_strides(made, parameter):
             if made is not None:
                 self.generation += 1
-            # A parameter: the compiler gives its shape to the code as constants, whatever else may vary.
+            # A parameter: PyTorch then compiles for its shape, also where other shapes are dynamic.
             made = self._made[id(parameter), dtype] = nn.Parameter(torch.empty_like(parameter, dtype=dtype))
         return made
 
@@ -173,6 +190,13 @@ def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _state(parameter: Tensor) -> tuple[Any, ...]:
     """Returns a value that changes when the parameter is written to or gets another tensor."""
     return parameter._version, parameter.data_ptr(), parameter.stride()
+
+
+def multiplied_parameters(layers: Sequence[Layer]) -> set[int]:
+    """Returns the ids of the parameters of modules with forward functions of PyTorch's that only multiply by them."""
+    parts = [part for layer in layers for module in layer.modules for part in module.modules()]
+    plain = [part for part in parts if type(part).forward in _PRODUCTS and "forward" not in part.__dict__]
+    return {id(p) for part in plain for p in part.parameters(recurse=False)}
 
 
 def parameters_of_one(layers: Sequence[Layer], updated: Iterable[nn.Parameter]) -> dict[str, list[nn.Parameter]]:

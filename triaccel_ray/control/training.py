@@ -170,7 +170,7 @@ class Training:
         fusion = self._fuse() if on_gpu and execution.compile != "on" and execution.fuse else None
         compiles = execution.compile == "on" or (execution.compile == "auto" and on_gpu and fusion is None)
         weights = self._split_weights or Weights()
-        if on_gpu and self._split_weights is None and buckets is None:
+        if on_gpu and self._split_weights is None and buckets is None and not is_compiled(self.model):
             weights = ComputeCopies(self.layers, self.optimizer.parameters)
         norms = () if fusion is None else fusion.norms
         precision = LayerPrecision(self.model, self.layers, weights=weights, norms=norms, own_kernels=execution.fuse)

@@ -14,7 +14,7 @@ from triaccel_ray.apply.fused_optimizer import state_bytes, without_kernel_becau
 from triaccel_ray.apply.optimizer import watched_parameters
 from triaccel_ray.apply.precision import precisions_without_benefit, supported_precisions
 from triaccel_ray.apply.step_in_backward import buckets_of
-from triaccel_ray.apply.weights import parameters_of_one
+from triaccel_ray.apply.weights import multiplied_parameters, parameters_of_one
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.data.sources import DataSource, TensorSource
@@ -78,7 +78,7 @@ def parameter_signal(
         data_bytes=_data_bytes(task.source) if not on_gpu or config.execution.data_on == "device" else 0,
         budget_bytes=limits[0],
         headroom_bytes=limits[1],
-        keeps_copies=on_gpu,
+        keeps_copies=on_gpu and not is_compiled(model) and {id(p) for p in low} <= multiplied_parameters(layers),
         may_use_fp16=may_use_fp16,
         num_ranks=ranks.world_size,
         shared_state_bytes=shared_state_bytes,

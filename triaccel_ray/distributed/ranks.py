@@ -196,7 +196,7 @@ class Ranks:
     def _start_sums(self, tensors: Sequence[Tensor]) -> list[Any]:
         if self._group is self._host_group:
             return [dist.all_reduce(tensor, group=self._group, async_op=True) for tensor in tensors]
-        # NCCL sums tensors of one dtype in one kernel: many small ones then take no longer than a large one.
+        # NCCL sums tensors of one dtype in one kernel, which takes no longer than for one tensor of their total size.
         dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
         return [self._group.allreduce_coalesced([t for t in tensors if t.dtype is dtype]) for dtype in dtypes]
 

@@ -139,8 +139,8 @@ class Interruption:
     """The run was interrupted here and continues in another process."""
 
     cause: str
-    """`preempted` (process or node lost), `resized` (processes have been added), `stopped` (by the user), `damaged` (the
-    rest of the log could not be read), or the cause in the `End` record that stood here."""
+    """`preempted` (process or node lost), `resized` (processes have been added), `stopped` (by the user), `damaged`
+    (the rest of the log could not be read), or the cause in the `End` record that stood here."""
     message: str
     """What happened, and from where the run continues."""
     epoch: int
