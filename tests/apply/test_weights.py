@@ -136,6 +136,8 @@ def test_modules_with_a_forward_function_of_their_own_have_no_copies() -> None:
     model = nn.Sequential(Table(), Normalized(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     model[3].forward = lambda inputs: inputs + model[3].weight[0]
     assert set(copies_of(model).in_force) == {id(parameter) for parameter in model[2].parameters()}
+    model = nn.Sequential(pytest.importorskip("transformers.pytorch_utils").Conv1D(3, 3))
+    assert set(copies_of(model).in_force) == {id(parameter) for parameter in model.parameters()}
 
 
 def test_what_stands_in_a_parameters_place_is_computed_with() -> None:

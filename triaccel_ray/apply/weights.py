@@ -25,6 +25,8 @@ _PRODUCTS = {
     )
 }
 """Forward functions that multiply by their parameters and add them, and do nothing else with them."""
+_PRODUCT_OF_OTHERS = "transformers.pytorch_utils.Conv1D.forward"
+"""GPT-2's linear layer does the same."""
 
 
 class Weights:
@@ -193,10 +195,15 @@ def _state(parameter: Tensor) -> tuple[Any, ...]:
 
 
 def multiplied_parameters(layers: Sequence[Layer]) -> set[int]:
-    """Returns the ids of the parameters of modules with forward functions of PyTorch's that only multiply by them."""
+    """Returns the ids of the parameters of modules that are known to only multiply by them, and to add them."""
     parts = [part for layer in layers for module in layer.modules for part in module.modules()]
-    plain = [part for part in parts if type(part).forward in _PRODUCTS and "forward" not in part.__dict__]
-    return {id(p) for part in plain for p in part.parameters(recurse=False)}
+    return {id(p) for part in parts if _only_multiplies(part) for p in part.parameters(recurse=False)}
+
+
+def _only_multiplies(module: nn.Module) -> bool:
+    forward = type(module).forward
+    is_product = forward in _PRODUCTS or f"{forward.__module__}.{forward.__qualname__}" == _PRODUCT_OF_OTHERS
+    return is_product and "forward" not in module.__dict__
 
 
 def parameters_of_one(layers: Sequence[Layer], updated: Iterable[nn.Parameter]) -> dict[str, list[nn.Parameter]]:
