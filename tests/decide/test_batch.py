@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tests.decide.build import (
     IN_BAND,
     LIMIT,
-    Machine,
     Run,
     batch_configs,
     machines,
@@ -269,12 +268,3 @@ def test_a_batch_that_took_too_much_does_not_come_back_within_the_cap(config, ma
             closed.update({rung: tick for rung in ladder(config) if rung >= size})
         if after > size and after in closed:
             assert tick - closed[after] >= config.oom_cooldown_ticks
-
-
-def test_the_batch_grows_back_when_memory_frees():
-    run = Run(ControlConfig(batch=CONFIG), Machine(limit_bytes=10_000, bytes_per_sample=10, fixed_bytes=1000))
-    assert run.batch_sizes(10)[-1] == 224
-    run.machine = replace(run.machine, free_bytes=0)
-    assert run.batch_sizes(10)[-1] == 32
-    run.machine = replace(run.machine, free_bytes=None)
-    assert run.batch_sizes(40)[-1] == 224

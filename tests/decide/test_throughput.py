@@ -47,7 +47,7 @@ def slow_in_fp16(plan: Plan) -> float:
     return 100.0 if plan.precision["conv"] is FP16 else 10.0
 
 
-def test_a_lower_precision_that_is_slower_is_undone_and_barred():
+def test_a_lower_precision_that_is_slower_is_undone():
     loop = Loop(CONFIG, slow_in_fp16)
     loop.run(2)
     loop.layer = LOW
@@ -55,17 +55,13 @@ def test_a_lower_precision_that_is_slower_is_undone_and_barred():
     assert loop.tick().plan.precision["conv"] is FP16  # a first slow interval may be chance
     undone = loop.tick()
     assert undone.plan.precision["conv"] is BF16
-    assert codes(undone, "throughput") == [ReasonCode.SLOWER]
     assert codes(undone, "throughput") == codes(undone, "conv") == [ReasonCode.SLOWER]
     reason = undone.reasons[0]
     assert "lower precision of conv is slower" in reason.text
     assert (reason.value, reason.threshold) == (pytest.approx(100.0 / 96), pytest.approx(10.0 / 96))
-    barred = [decision.plan.precision["conv"] for decision in loop.run(6)]
-    assert barred[:5] == [BF16] * 5
-    assert barred[5] is FP16  # tried again, once the bar is over
 
 
-def test_the_bar_doubles_each_time():
+def test_it_is_tried_again_after_a_bar_that_doubles_each_time():
     loop = Loop(CONFIG, slow_in_fp16, LOW)
     slow_ticks = [index for index, decision in enumerate(loop.run(100)) if decision.plan.precision["conv"] is FP16]
     # Two intervals in FP16 each time, and bars of 6, 12, 24 and 48 ticks.
