@@ -21,6 +21,8 @@ both = pytest.mark.parametrize(
     ],
 )
 """The kernel and its reference."""
+interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+"""For kernels that meet NaN and infinity: Triton's interpreter computes by NumPy, which warns of them."""
 
 
 @pytest.fixture
