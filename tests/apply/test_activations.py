@@ -1,7 +1,5 @@
 """Regions that are recomputed or offloaded: the same gradients, statistics and random numbers, for less memory."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any
@@ -13,19 +11,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from tests.apply.fusible import fused
 from tests.apply.test_split_weights import FIXED, IN_BF16
-from tests.build import (
-    BF16,
-    CPU,
-    ONE,
-    RerunPool,
-    cache_of,
-    cross_entropy,
-    gradients,
-    loop_of,
-    same,
-    step_of,
-    values,
-)
+from tests.build import BF16, CPU, ONE, RerunPool, cache_of, cross_entropy, gradients, loop_of, same, step_of, values
 from triaccel_ray.apply import offload, step_in_backward
 from triaccel_ray.apply.activations import Activations
 from triaccel_ray.apply.compile import Compilation

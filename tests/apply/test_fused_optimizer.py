@@ -1,7 +1,5 @@
 """The fused step through the kernels' reference, which runs on a CPU, against PyTorch's own optimizers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

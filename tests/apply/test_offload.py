@@ -1,7 +1,5 @@
 """What regions save moves to the host and back: the same gradients, once per tensor, in memory that is used again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What regions save and how long they take, counted and timed in the steps themselves."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights as two words under the loop: what computes, what is stepped, and who gets to see FP32."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Steps from inside the backward pass: the trajectory of steps after it, no gradient left, and what goes wrong."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
@@ -152,29 +150,21 @@ def test_gradients_never_exist_all_at_once(config: ControlConfig) -> None:
     assert not any(ref() is not None for ref in seen)
 
 
-class ScaledLoss:
-    """A loss times a factor."""
-
-    factor = 1.0
-
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.factor * cross_entropy(outputs, targets)
-
-
 def test_the_norm_of_the_step_before_clips_and_travels_with_a_checkpoint() -> None:
     config = replace(IN_FP32, clip_norm=0.05)
-    model, twin = mlp(), mlp()
-    loss = ScaledLoss()
+    model, twin, factor = mlp(), mlp(), torch.ones(())
     loop = loop_of(model, config, "momentum", blobs(40))
-    plain = loop_of(twin, replace(IN_FP32, clip_norm=None), "momentum", blobs(40), loss)
-    loss.factor = 0.0  # no norm is known yet
+    plain = loop_of(
+        twin, replace(config, clip_norm=None), "momentum", blobs(40), lambda *args: factor * cross_entropy(*args)
+    )
+    factor.fill_(0.0)  # no norm is known yet
     run(loop, 1)
     run(plain, 1)
     assert same(values(model), values(twin))
     norm = float(loop._training.moments.last_norm)
     assert norm > 0.05
     state = copy.deepcopy(loop.state_dict())
-    loss.factor = 0.05 / norm
+    factor.fill_(0.05 / norm)
     run(loop, 1)
     run(plain, 1)
     for name, value in values(model).items():

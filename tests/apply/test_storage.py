@@ -1,7 +1,5 @@
 """Storage that changes between steps, by plan or because a batch does not fit: the same gradients all the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a graph, read once, would not compute the same."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections import OrderedDict

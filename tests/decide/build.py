@@ -1,7 +1,5 @@
 """Values that the policy's tests are made of: short builders, a simulated machine, and random configurations."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

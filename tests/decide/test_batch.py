@@ -6,16 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.decide.build import (
-    IN_BAND,
-    LIMIT,
-    Run,
-    batch_configs,
-    machines,
-    memory_of,
-    observation_of,
-    plan_of,
-)
+from tests.decide.build import IN_BAND, LIMIT, Run, batch_configs, machines, memory_of, observation_of, plan_of
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide import BatchState
 from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, ladder, next_size_to_time

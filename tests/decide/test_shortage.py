@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tests.decide.build import capture_out_of_memory, codes, memory_signal, observation_of, out_of_memory, plan_of
 from tests.decide.memory_device import MIB, REGIONS, SMALL, Device, Run, device_of, profile_of
-from triaccel_ray.decide import decide
 from triaccel_ray.decide.calibration import budget_bytes, compare, forget_shortage, measure, remember_plan
 from triaccel_ray.decide.memory import RECOMPUTE, modelled_bytes
 from triaccel_ray.decide.throughput import Judgement
@@ -97,24 +96,16 @@ def test_the_margin_is_forgotten_once_clearly_more_memory_is_attainable():
     assert forget_shortage(memory_signal(500, 1060), state).times_short == 0
 
 
-def test_after_two_plans_that_ran_short_none_is_tried_during_the_bar():
+@pytest.mark.parametrize(
+    ("times_short", "cap_ticks_left", "waits"), [(1, 3, False), (2, 3, True), (1, 1, False), (2, 1, False)]
+)
+def test_after_two_plans_that_ran_short_none_is_tried_during_the_bar(times_short, cap_ticks_left, waits):
     run = Run(device=SMALL)
-    run.ticks(1)
-    for times_short, waits in ((1, False), (2, True)):
-        memory = replace(run.decision.state.memory, times_short=times_short, short_at_bytes=SMALL.total_bytes)
-        before = replace(run.decision.state, memory=replace(memory, cap_ticks_left=3))
-        observation = observation_of(
-            run.plan,
-            memory=memory_signal(SMALL.peak_bytes(run.plan), SMALL.total_bytes),
-            step_ms=SMALL.step_ms(run.plan),
-            profile=SMALL.profile,
-            regions=REGIONS,
-            adapting_ms=200.0,
-            samples_left=10**6,
-        )
-        assert decide(run.config, observation, before).plan.steps_as(run.plan) == waits
-        over = replace(before, memory=replace(memory, cap_ticks_left=1))
-        assert not decide(run.config, observation, over).plan.steps_as(run.plan)
+    before = run.tick()
+    short = {"times_short": times_short, "short_at_bytes": SMALL.total_bytes, "cap_ticks_left": cap_ticks_left}
+    memory = replace(before.state.memory, **short)
+    run.decision = replace(before, state=replace(before.state, memory=memory))
+    assert run.tick().plan.steps_as(before.plan) == waits
 
 
 @settings(max_examples=40, deadline=None)

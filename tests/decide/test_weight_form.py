@@ -1,7 +1,5 @@
 """The form of the weights where the settings leave it open: tables, and properties over random models and budgets."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -66,9 +64,7 @@ def test_a_budget_also_holds_process_samples_parameters_and_state() -> None:
 
 
 @pytest.mark.parametrize(
-    ("needed", "expected"),
-    [(PLAIN, PLAIN), (SPLIT, SPLIT), (BOTH, BOTH)],
-    ids=["plain", "split", "in backward"],
+    ("needed", "expected"), [(PLAIN, PLAIN), (SPLIT, SPLIT), (BOTH, BOTH)], ids=["plain", "split", "in backward"]
 )
 def test_the_first_form_that_fits_is_chosen(needed: WeightForm, expected: WeightForm) -> None:
     enough = -(-needed_bytes(GPT, needed) * 100 // 97)

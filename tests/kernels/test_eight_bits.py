@@ -1,7 +1,5 @@
 """Optimizer state in 8 bits: what a code keeps, and steps that read and write codes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Weights in two words: exact, and stepped bit for bit as their FP32 numbers would be."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

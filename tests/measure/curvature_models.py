@@ -1,7 +1,5 @@
 """Small models that are awkward to measure, each in its own way; shared by the tests of curvature."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models, inputs and outputs as they come, and what can be measured of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
