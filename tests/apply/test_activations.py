@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from tests.apply.fusible import fused
-from tests.apply.test_split_weights import FIXED, IN_BF16
+from tests.apply.test_split_weights import FIXED, IN_BF16, run
 from tests.build import BF16, CPU, ONE, RerunPool, cache_of, cross_entropy, gradients, loop_of, same, step_of, values
 from triaccel_ray.apply import offload, step_in_backward
 from triaccel_ray.apply.activations import Activations
@@ -123,9 +123,7 @@ def test_trajectories_are_those_of_kept_activations(monkeypatch: pytest.MonkeyPa
     for execution in (KEPT, CHECKPOINTED, OFFLOADED):
         loop, _ = loop_of(Network(), images(40), replace(IN_BF16, step_in_backward=True, execution=execution))
         assert len(loop._training.steps.step.storage) == (0 if execution is KEPT else 3)
-        torch.manual_seed(1)
-        for _ in range(6):
-            loop.step()
+        run(loop, 6)
         found.append((values(loop.model), float(loop.epoch_loss[0])))
         loop.close()
     assert same(found[0], found[1])

@@ -80,8 +80,7 @@ def test_it_trains_bit_for_bit_as_fp32_weights_do_and_layers_in_bf16_hold_two_by
 def test_everybody_else_sees_fp32_and_every_bit_of_it() -> None:
     model = network()
     loop = loop_of(model)
-    for _ in range(3):
-        loop.step()
+    run(loop, 3)
     seen = values(model)
     assert all(value.dtype is torch.float32 for value in seen.values() if value.is_floating_point())
     assert same(seen, {name: value.clone() for name, value in loop.state_dict()["model"].items()})

@@ -10,7 +10,7 @@ from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, Pre
 from triaccel_ray.decide import Decision, decide, initial_decision
 from triaccel_ray.decide.memory import RECOMPUTE, Measured, added_ms, cheapest_plan, modelled_bytes
 from triaccel_ray.records.plan import Fault, Plan, Precision
-from triaccel_ray.records.signals import MemoryProfile, Observation, RegionSignal
+from triaccel_ray.records.signals import LayerSignal, MemoryProfile, Observation, RegionSignal
 
 MIB = 2**20
 REGIONS = tuple("abcdef")
@@ -105,7 +105,7 @@ class Run:
         fault = out_of_memory(self.plan.batch_size, passed.micro_batch_size)
         return passed, (replace(fault, stores_least=True),)
 
-    def tick(self, **others: object) -> Decision:
+    def tick(self, *layers: LayerSignal, **others: object) -> Decision:
         passed, faults = self.interval()
         device, peak = self.device, self.device.peak_bytes(passed)
         is_plain = not self.plan.storage and self.plan.num_micro_batches == 1 and not faults
@@ -118,7 +118,7 @@ class Run:
             "adapting_ms": self.adapting_ms,
             "samples_left": 10**6,
         } | others
-        observation = observation_of(self.plan, tick=len(self.log), **seen)
+        observation = observation_of(self.plan, *layers, tick=len(self.log), **seen)
         self.decision = decide(self.config, observation, self.decision.state)
         self.log.append((observation, self.decision))
         self.adapting_ms += 100.0 * (not self.decision.plan.steps_as(self.plan))

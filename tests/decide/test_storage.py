@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.decide.build import apply_failed, capture_out_of_memory, codes
 from tests.decide.memory_device import CONFIG, ELASTIC, MIB, REGIONS, SMALL, Device, Run, device_of, neighbours
 from triaccel_ray.config import ExecutionConfig, PrecisionConfig
-from triaccel_ray.decide import Decision, decide, replay
+from triaccel_ray.decide import Decision, replay
 from triaccel_ray.decide.memory import OFFLOAD, RECOMPUTE
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.plan import Plan, Precision, ReasonCode
@@ -134,12 +134,10 @@ def test_a_batch_that_waits_for_the_memory_plan_says_so_once():
 def test_storage_survives_a_change_of_precision():
     config = replace(CONFIG, precision=PrecisionConfig(tau_low=1e-9, tau_high=1e-3, dwell_ticks=0))
     run = Run(config, SMALL)
-    run.ticks(8)
-    observation, _ = run.log[-1]
-    promoted = replace(observation, plan=run.plan, layers=(LayerSignal(name="conv", variance=1.0),))
-    decision = decide(config, promoted, run.decision.state)
-    assert decision.plan.precision["conv"] is Precision.FP32
-    assert (decision.plan.storage, decision.plan.num_micro_batches) == (run.plan.storage, run.plan.num_micro_batches)
+    before = run.ticks(8)[-1].plan
+    after = run.tick(LayerSignal(name="conv", variance=1.0)).plan
+    assert after.precision["conv"] is Precision.FP32
+    assert (after.storage, after.num_micro_batches) == (before.storage, before.num_micro_batches)
 
 
 def test_a_plan_may_need_less_wherever_a_region_is_stored_otherwise():
