@@ -107,6 +107,24 @@ class Limited(nn.Module):
         return inputs
 
 
+class LimitedGradients(nn.Module):
+    """Passes its input on, and has memory for the gradients of `limit` samples at once."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = inputs.clone()
+        if outputs.requires_grad:
+            outputs.register_hook(self._check)
+        return outputs
+
+    def _check(self, gradient: Tensor) -> None:
+        if len(gradient) > self.limit:
+            raise torch.OutOfMemoryError("no room for these gradients")
+
+
 class Starved(torch.optim.SGD):
     """Finds no memory at one of its steps: before it writes anything, or after the first parameter."""
 

@@ -1,7 +1,5 @@
 """Models and loops on a GPU whose steps are captured, or not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

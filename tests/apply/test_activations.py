@@ -1,7 +1,5 @@
 """Regions that are recomputed or offloaded: the same gradients, statistics and random numbers, for less memory."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any
@@ -12,26 +10,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from tests.apply.fusible import fused
-from tests.apply.test_split_weights import FIXED, IN_BF16
-from tests.build import (
-    BF16,
-    CPU,
-    ONE,
-    RerunPool,
-    cache_of,
-    cross_entropy,
-    gradients,
-    loop_of,
-    same,
-    step_of,
-    values,
-)
+from tests.apply.test_split_weights import FIXED, IN_BF16, run
+from tests.build import BF16, CPU, ONE, RerunPool, cache_of, cross_entropy, gradients, loop_of, same, step_of, values
 from triaccel_ray.apply import offload, step_in_backward
 from triaccel_ray.apply.activations import Activations
 from triaccel_ray.apply.compile import Compilation
 from triaccel_ray.apply.divide import divide
 from triaccel_ray.apply.step import Step
-from triaccel_ray.config import ControlConfig, ExecutionConfig
+from triaccel_ray.config import ExecutionConfig
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.model.regions import find_regions
 from triaccel_ray.records.plan import FaultKind, Storage
@@ -130,17 +116,14 @@ def test_lists_autocast_and_numbers_of_the_host_are_the_same_the_second_time() -
     assert same(found[0], found[1])
 
 
-@pytest.mark.parametrize("config", [FIXED, replace(IN_BF16, step_in_backward=True)], ids=["fp32", "lean"])
-def test_trajectories_are_those_of_kept_activations(config: ControlConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trajectories_are_those_of_kept_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_in_backward, "BUCKET_ELEMENTS", 30)
     monkeypatch.setattr(offload, "MIN_BYTES", 64)
     found = []
     for execution in (KEPT, CHECKPOINTED, OFFLOADED):
-        loop, _ = loop_of(Network(), images(40), replace(config, execution=execution))
+        loop, _ = loop_of(Network(), images(40), replace(IN_BF16, step_in_backward=True, execution=execution))
         assert len(loop._training.steps.step.storage) == (0 if execution is KEPT else 3)
-        torch.manual_seed(1)
-        for _ in range(6):
-            loop.step()
+        run(loop, 6)
         found.append((values(loop.model), float(loop.epoch_loss[0])))
         loop.close()
     assert same(found[0], found[1])
@@ -260,20 +243,18 @@ def fused_step(model: nn.Module, *, recomputes: bool, fixed: Storage | None = St
     return step
 
 
-@pytest.mark.parametrize(
-    ("make", "overwriting"), [(lambda: resnet18(10, "cifar"), []), (lambda: efficientnet_b0(10), ["classifier"])]
-)
-def test_a_fused_model_is_divided_at_its_regions_and_computes_the_same(make: Any, overwriting: list[str]) -> None:
+def test_a_fused_model_is_divided_at_its_regions_and_computes_the_same() -> None:
     found = []
     for recomputes in (False, True):
         torch.manual_seed(0)
-        model = make()
+        model = efficientnet_b0(10)
         step = fused_step(model, recomputes=recomputes)
         outcome = step.run(torch.arange(8), ONE, step=0)
         found.append((outcome.loss_sum, gradients(model), values(model)))
     assert same(found[0], found[1])
-    assert list(step.activations.storage) == [name for name in find_regions(model) if name not in overwriting]
-    assert [fault.kind for fault in outcome.faults] == [FaultKind.ACTIVATIONS_KEPT] * len(overwriting)
+    # Its classifier begins with a dropout in place, which overwrites the input.
+    assert list(step.activations.storage) == [name for name in find_regions(model) if name != "classifier"]
+    assert [fault.kind for fault in outcome.faults] == [FaultKind.ACTIVATIONS_KEPT]
 
 
 def test_captured_steps_keep_what_regions_compute_that_draw_random_numbers() -> None:

@@ -1,7 +1,5 @@
 """Recomputed and offloaded activations on a real NVIDIA GPU: in captured, compiled, fused and eager steps."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Captured steps against eager ones, on a real GPU."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Optimizer state in 8 bits under the loop: how large, how near, and what becomes of it in checkpoints."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

@@ -24,8 +24,10 @@ from triaccel_ray.data.sources import DataSource
 from triaccel_ray.records.plan import FaultKind
 
 
-def evaluated(model: nn.Module, source: DataSource, batch_size: int, loss: Any = cross_entropy) -> Evaluation:
-    return evaluate(model, loss, source, device=CPU, batch_size=batch_size, step=5, release_memory=nothing)
+def evaluated(
+    model: nn.Module, source: DataSource, batch_size: int, loss: Any = cross_entropy, metrics: Any = None
+) -> Evaluation:
+    return evaluate(model, loss, source, metrics, device=CPU, batch_size=batch_size, step=5, release_memory=nothing)
 
 
 @pytest.mark.parametrize("batch_size", [7, 100])
@@ -105,18 +107,6 @@ def test_samples_that_do_not_fit_are_tried_again_in_smaller_batches() -> None:
     assert where == {(FaultKind.OUT_OF_MEMORY, 5, "evaluation")}
 
 
-def test_the_model_is_judged_in_eval_mode_and_left_as_it_was() -> None:
-    model, source = ConvNet(), CountingSource(*images(12))
-    model.train()
-    model.norm.eval()
-    before, modes = values(model), [module.training for module in model.modules()]
-    first, second = evaluated(model, source, 5), evaluated(model, source, 5)
-    assert first == second  # dropout would differ
-    assert [module.training for module in model.modules()] == modes
-    assert same(values(model), before)
-    assert all(p.grad is None for p in model.parameters())
-
-
 class Tracking(nn.Module):
     """A loss that counts the batches it was trained with."""
 
@@ -129,9 +119,16 @@ class Tracking(nn.Module):
         return cross_entropy(outputs, targets)
 
 
-def test_a_loss_module_is_in_eval_mode_too_and_left_as_it_was() -> None:
-    loss = Tracking()
-    evaluated(mlp(), CountingSource(*blobs(30)), 10, loss)
+def test_model_and_loss_are_in_eval_mode_and_left_as_they_were() -> None:
+    model, loss, source = ConvNet(), Tracking(), CountingSource(*images(12))
+    model.train()
+    model.norm.eval()
+    before, modes = values(model), [module.training for module in model.modules()]
+    first, second = evaluated(model, source, 5, loss), evaluated(model, source, 5, loss)
+    assert first == second  # dropout would differ
+    assert [module.training for module in model.modules()] == modes
+    assert same(values(model), before)
+    assert all(p.grad is None for p in model.parameters())
     assert (loss.num_batches, loss.training) == (0, True)
 
 
@@ -146,10 +143,8 @@ def test_a_model_that_computes_gradients_is_judged_with_them(batch_size: int) ->
         seen.extend(each.requires_grad for each in outputs)
         return outputs[1].norm(dim=1)
 
-    metrics = {"force": force}
     source = CountingSource(inputs, targets)
-    options: dict[str, Any] = {"device": CPU, "batch_size": batch_size, "step": 5, "release_memory": nothing}
-    result = evaluate(model, energy_and_forces, source, metrics, **options)
+    result = evaluated(model, source, batch_size, energy_and_forces, {"force": force})
     assert result.loss == pytest.approx(expected, rel=1e-5)
     assert result.metrics["force"] == pytest.approx(model(inputs)[1].norm(dim=1).mean().item())
     assert (result.num_samples, result.faults) == (30, ())

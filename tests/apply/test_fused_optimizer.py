@@ -1,16 +1,14 @@
 """The fused step through the kernels' reference, which runs on a CPU, against PyTorch's own optimizers."""
 
-from __future__ import annotations
-
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.build import ConvNet, images, values
-from triaccel_ray.apply.fused_optimizer import FusedOptimizer, has_kernel, is_supported
+from tests.apply import test_split_weights
+from tests.build import images
+from triaccel_ray.apply.fused_optimizer import has_kernel, is_supported
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import find_layers
@@ -37,10 +35,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def network() -> nn.Module:
-    model = ConvNet().to(memory_format=torch.channels_last)
-    # A bias before a norm has no gradient but rounding, of which Adam makes whole steps.
-    model.first.bias = None
-    return model
+    return test_split_weights.network().to(memory_format=torch.channels_last)
 
 
 class Pair:
@@ -51,9 +46,8 @@ class Pair:
         self.optimizer = OPTIMIZERS[kind](groups_of(self.model))
         self.plain = OPTIMIZERS[kind](groups_of(self.twin))
         self.stepped = LayerwiseOptimizer(self.optimizer, find_layers(self.model))
-        watched, layer_of = self.stepped.watched, self.stepped._layer_of
-        self.stepped._fused = [FusedOptimizer(self.optimizer, watched, layer_of)]  # as on a GPU
-        self.gradients = Gradients(watched)
+        test_split_weights.step_by_kernels(self.stepped)
+        self.gradients = Gradients(self.stepped.watched)
 
     def backward(self, seed: int, factor: float = 1.0) -> None:
         for model in (self.model, self.twin):
@@ -109,32 +103,20 @@ def test_learning_rates_follow_schedule_group_and_layer(kind: str) -> None:
 
 
 @EVERY
-def test_a_loaded_checkpoint_is_found(kind: str) -> None:
-    assert has_kernel(OPTIMIZERS[kind](groups_of(network())))
-    assert not is_supported(OPTIMIZERS[kind](groups_of(network())))  # but not on a CPU
-    first, second = Pair(kind), Pair(kind)
-    for seed in range(3):
-        first.backward(seed)
-        first.step()
-    second.model.load_state_dict(first.model.state_dict())
-    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))  # else they share it
-    for pair in (first, second):
-        pair.backward(7)
-        pair.step()
-    torch.testing.assert_close(values(first.model), values(second.model))
+def test_each_has_a_kernel_but_not_on_a_cpu(kind: str) -> None:
+    optimizer = OPTIMIZERS[kind](groups_of(network()))
+    assert has_kernel(optimizer)
+    assert not is_supported(optimizer)
 
 
 class OwnRule(torch.optim.SGD):
     """Whatever a subclass steps by, the kernels do not know it."""
 
 
-def hooked(kind: str) -> Any:
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        optimizer = torch.optim.SGD(parameters, lr=0.1)
-        getattr(optimizer, f"register_step_{kind}_hook")(lambda *_: None)
-        return optimizer
-
-    return make
+def hooked(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
 
 
 UNKNOWN = {
@@ -144,7 +126,7 @@ UNKNOWN = {
     "differentiable": lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True),
     "amsgrad": lambda p: torch.optim.AdamW(p, fused=True, amsgrad=True),
     "steps counted on the host": lambda p: torch.optim.AdamW(p, foreach=True),
-    "a hook before": hooked("pre"),
+    "a hook before": hooked,
     "no FP32": lambda p: torch.optim.SGD([each.detach().bfloat16() for each in p], lr=0.1),
 }
 

@@ -1,7 +1,5 @@
 """What regions save moves to the host and back: the same gradients, once per tensor, in memory that is used again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -66,15 +64,16 @@ def test_gradients_are_those_of_kept_tensors(level: Any, num_parts: int) -> None
     assert step.activations._offloading.arena.num_bytes > 0
 
 
-def passed(engine: Offloading, blocks: list[nn.Module], x: Tensor) -> tuple[Tensor, list[int]]:
-    """The output of the blocks, and the bytes that each has sent."""
-    sent = []
+def passed(engine: Offloading, blocks: list[nn.Module], x: Tensor) -> tuple[Tensor, list[int], list[list[Any]]]:
+    """The output of the blocks, and for each block the bytes that it has sent, and what the engine holds of them."""
+    sent, held = [], []
     for index, block in enumerate(blocks):
         x = engine.run(str(index), RegionWeights.of(block), lambda: torch.no_grad(), block, x)
         before = engine.arena._offset
         engine.send(str(index))
         sent.append(engine.arena._offset - before)
-    return x, sent
+        held.append(list(engine._last.blocks.values()))
+    return x, sent, held
 
 
 def test_memory_goes_once_however_often_it_is_saved_and_weights_stay() -> None:
@@ -87,7 +86,7 @@ def test_memory_goes_once_however_often_it_is_saved_and_weights_stay() -> None:
         kept = blocks[0](x)  # so that no address is used twice
     weights = {p.untyped_storage().data_ptr() for p in blocks[0].parameters()}
     with engine.in_force():
-        y, sent = passed(engine, blocks, x)
+        y, sent, _ = passed(engine, blocks, x)
         assert sent == [512 * len(saved - weights)] * 2  # each tensor has 128 bytes, and starts a line of its own
         engine.send()
         y.sum().backward()
@@ -98,17 +97,12 @@ def test_memory_goes_once_however_often_it_is_saved_and_weights_stay() -> None:
 def test_the_device_holds_no_tensor_that_has_left() -> None:
     engine, blocks = Offloading(CPU), list(network(3))[:3]
     with engine.in_force():
-        x = torch.randn(4, 8)
-        blocks_of: list[Any] = []
-        for index, block in enumerate(blocks):
-            x = engine.run(str(index), RegionWeights.of(block), lambda: torch.no_grad(), block, x)
-            engine.send(str(index))
-            blocks_of.append(list(engine._last.blocks.values()))
-        assert all(each.source is None and each.memory is None for group in blocks_of[:2] for each in group)
-        own = [each for each in blocks_of[2] if each not in blocks_of[1]]
+        y, _, held = passed(engine, blocks, torch.randn(4, 8))
+        assert all(each.source is None and each.memory is None for each in (*held[0], *held[1]))
+        own = [each for each in held[2] if each not in held[1]]
         assert all(each.source is not None for each in own)  # until the next region has been called
-        x.sum().backward()
-        assert all(each.memory is not None for group in blocks_of[:2] for each in group)
+        y.sum().backward()
+        assert all(each.memory is not None for each in (*held[0], *held[1]))
         assert not engine._leaving
     assert engine._last is None
 

@@ -199,22 +199,21 @@ class StarvedInState(torch.optim.SGD):
         raise torch.OutOfMemoryError("no room for the step")
 
 
-def test_a_wrapped_step_without_memory_that_has_written_to_its_state_is_not_made_again() -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: Starved(parameters, writes_first=True),
+        lambda parameters: Wrapping(StarvedInState(parameters, lr=0.1)),
+    ],
+    ids=["to a parameter", "to the state of a wrapped optimizer"],
+)
+def test_a_step_without_memory_that_has_written_something_is_not_made_again(make: Make) -> None:
     model = mlp()
-    inner = StarvedInState(model.parameters(), lr=0.1)
-    optimizer = LayerwiseOptimizer(Wrapping(inner), find_layers(model))
-    backward(model, 0)
-    with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        step(optimizer, model)
-    assert all(state["sum"] == 1.0 for state in inner.state.values())
-
-
-def test_a_step_without_memory_that_has_written_something_is_not_made_again() -> None:
-    model = mlp()
-    starved = Starved(model.parameters(), writes_first=True)
-    optimizer, groups = LayerwiseOptimizer(starved, find_layers(model)), starved.param_groups
+    user = make(model.parameters())
+    optimizer, groups = LayerwiseOptimizer(user, find_layers(model)), user.param_groups
     backward(model, 0)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         step(optimizer, model, scales=SCALES)
-    assert starved.param_groups is groups
+    assert all(state["sum"] == 1.0 for each in getattr(user, "each", []) for state in each.state.values())
+    assert user.param_groups is groups
     assert optimizer.take_faults(step=1, batch_size=8) == []

@@ -1,7 +1,5 @@
 """What regions save and how long they take, counted and timed in the steps themselves."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 
@@ -21,10 +19,10 @@ from triaccel_ray.records.signals import RegionSignal
 ALL = torch.arange(16)
 
 
-def perceptron(width: int = 24) -> nn.Sequential:
+def perceptron(width: int = 24, block: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
     """Each block saves its input [n, width] and its output, of a sigmoid."""
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(width, width), nn.Sigmoid()) for _ in range(3)]
+    blocks = [block(nn.Linear(width, width), nn.Sigmoid()) for _ in range(3)]
     return nn.Sequential(nn.Linear(8, width), *blocks, nn.Linear(width, 4))
 
 
@@ -115,11 +113,7 @@ def test_recomputation_does_not_count_as_backward_time(monkeypatch: pytest.Monke
             return y
 
     monkeypatch.setattr(RegionRecorder, "mark", lambda _: now[0])
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(8, 24), *[Slow(nn.Linear(24, 24), nn.Sigmoid()) for _ in range(3)], nn.Linear(24, 4)
-    )
-    step = recorded(model)
+    step = recorded(perceptron(block=Slow))
     step.set_storage(dict.fromkeys("12", Storage.RECOMPUTE))
     for index in range(2):
         step.run(ALL, ONE, step=index)

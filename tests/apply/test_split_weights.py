@@ -1,7 +1,5 @@
 """Weights as two words under the loop: what computes, what is stepped, and who gets to see FP32."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from dataclasses import replace
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.build import BF16, FP16, FP32, QUIET, ConvNet, blobs, cross_entropy, images, mlp, same, values
 from triaccel_ray.apply.fused_optimizer import FusedOptimizer
+from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.config import ControlConfig, PrecisionConfig
 from triaccel_ray.kernels.split_words import split
 from triaccel_ray.loop import ControlLoop
@@ -29,8 +28,15 @@ IN_BF16 = replace(
 )
 
 
-def loop_of(model: nn.Module, config: ControlConfig = IN_BF16, kind: str = "adamw", data: Any = None) -> ControlLoop:
-    return ControlLoop(model, OPTIMIZERS[kind](model.parameters()), cross_entropy, data or images(40), config=config)
+def loop_of(
+    model: nn.Module, config: ControlConfig = IN_BF16, kind: str = "adamw", data: Any = None, loss: Any = cross_entropy
+) -> ControlLoop:
+    return ControlLoop(model, OPTIMIZERS[kind](model.parameters()), loss, data or images(40), config=config)
+
+
+def step_by_kernels(optimizer: LayerwiseOptimizer) -> None:
+    """Has the optimizer step by the kernels' reference, as it does by the kernels on a GPU."""
+    optimizer._fused = [FusedOptimizer(optimizer.optimizer, optimizer.watched, optimizer._layer_of)]
 
 
 def network(**options: Any) -> ConvNet:
@@ -60,8 +66,7 @@ def put(loop: ControlLoop, *levels: Precision) -> None:
 def test_it_trains_bit_for_bit_as_fp32_weights_do_and_layers_in_bf16_hold_two_bytes_that_compute(kind: str) -> None:
     model, twin = network(), network()
     loop, plain = loop_of(model, kind=kind), loop_of(twin, replace(IN_BF16, weights="fp32"), kind)
-    stepped = plain.optimizer
-    stepped._fused = [FusedOptimizer(stepped.optimizer, stepped.watched, stepped._layer_of)]  # as on a GPU
+    step_by_kernels(plain.optimizer)
     run(loop, 12)
     run(plain, 12)
     assert {p.dtype for p in weights_of(model)} == {torch.bfloat16}
@@ -75,8 +80,7 @@ def test_it_trains_bit_for_bit_as_fp32_weights_do_and_layers_in_bf16_hold_two_by
 def test_everybody_else_sees_fp32_and_every_bit_of_it() -> None:
     model = network()
     loop = loop_of(model)
-    for _ in range(3):
-        loop.step()
+    run(loop, 3)
     seen = values(model)
     assert all(value.dtype is torch.float32 for value in seen.values() if value.is_floating_point())
     assert same(seen, {name: value.clone() for name, value in loop.state_dict()["model"].items()})

@@ -11,6 +11,7 @@ from tests.build import (
     ConvNet,
     CountingSource,
     Limited,
+    LimitedGradients,
     blobs,
     gradients,
     images,
@@ -26,23 +27,6 @@ from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.records.plan import FaultKind
 
 ALL = torch.arange(16)
-
-
-class LimitedGradients(nn.Module):
-    """Passes its input on, and has memory for the gradients of `limit` samples at once."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self.limit = limit
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs = inputs.clone()
-        outputs.register_hook(self._check)
-        return outputs
-
-    def _check(self, gradient: Tensor) -> None:
-        if len(gradient) > self.limit:
-            raise torch.OutOfMemoryError("no room for these gradients")
 
 
 def limited(where: str, limit: int, model: nn.Module) -> tuple[nn.Module, Any]:

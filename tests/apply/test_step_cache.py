@@ -1,7 +1,5 @@
 """What the cache of captured steps decides, on the CPU: a pool runs what a GPU would capture."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

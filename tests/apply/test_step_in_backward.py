@@ -1,7 +1,5 @@
 """Steps from inside the backward pass: the trajectory of steps after it, no gradient left, and what goes wrong."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
@@ -15,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.apply.test_split_weights import EVERY, FIXED, IN_BF16, OPTIMIZERS, network, run
-from tests.build import FP16, RerunPool, blobs, cross_entropy, images, mlp, same, values
+from tests.apply import test_split_weights
+from tests.apply.test_split_weights import EVERY, FIXED, IN_BF16, network, run, step_by_kernels
+from tests.build import FP16, LimitedGradients, RerunPool, blobs, cross_entropy, images, mlp, same, values
 from triaccel_ray.apply import step_in_backward
-from triaccel_ray.apply.fused_optimizer import FusedOptimizer
 from triaccel_ray.apply.step_in_backward import buckets_of
 from triaccel_ray.config import ControlConfig, LossScaleConfig
 from triaccel_ray.loop import ControlLoop
@@ -33,13 +31,10 @@ def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_in_backward, "BUCKET_ELEMENTS", 30)
 
 
-def loop_of(
-    model: nn.Module, config: ControlConfig, kind: str = "adamw", data: Any = None, loss: Any = cross_entropy
-) -> ControlLoop:
-    loop = ControlLoop(model, OPTIMIZERS[kind](model.parameters()), loss, data or images(40), config=config)
-    if not loop.optimizer._fused:  # as on a GPU
-        stepped = loop.optimizer
-        stepped._fused = [FusedOptimizer(stepped.optimizer, stepped.watched, stepped._layer_of)]
+def loop_of(model: nn.Module, config: ControlConfig, *others: Any, **named: Any) -> ControlLoop:
+    loop = test_split_weights.loop_of(model, config, *others, **named)
+    if not loop.optimizer._fused:
+        step_by_kernels(loop.optimizer)
     return loop
 
 
@@ -155,29 +150,21 @@ def test_gradients_never_exist_all_at_once(config: ControlConfig) -> None:
     assert not any(ref() is not None for ref in seen)
 
 
-class ScaledLoss:
-    """A loss times a factor."""
-
-    factor = 1.0
-
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.factor * cross_entropy(outputs, targets)
-
-
 def test_the_norm_of_the_step_before_clips_and_travels_with_a_checkpoint() -> None:
     config = replace(IN_FP32, clip_norm=0.05)
-    model, twin = mlp(), mlp()
-    loss = ScaledLoss()
+    model, twin, factor = mlp(), mlp(), torch.ones(())
     loop = loop_of(model, config, "momentum", blobs(40))
-    plain = loop_of(twin, replace(IN_FP32, clip_norm=None), "momentum", blobs(40), loss)
-    loss.factor = 0.0  # no norm is known yet
+    plain = loop_of(
+        twin, replace(config, clip_norm=None), "momentum", blobs(40), lambda *args: factor * cross_entropy(*args)
+    )
+    factor.fill_(0.0)  # no norm is known yet
     run(loop, 1)
     run(plain, 1)
     assert same(values(model), values(twin))
     norm = float(loop._training.moments.last_norm)
     assert norm > 0.05
     state = copy.deepcopy(loop.state_dict())
-    loss.factor = 0.05 / norm
+    factor.fill_(0.05 / norm)
     run(loop, 1)
     run(plain, 1)
     for name, value in values(model).items():
@@ -275,29 +262,12 @@ def test_an_overflow_halves_the_loss_scale_and_a_later_step_is_made() -> None:
 
 @pytest.mark.parametrize("front", [False, True])
 def test_a_batch_that_does_not_fit_is_tried_again_and_no_bucket_steps_twice(front: bool) -> None:
-    model = nn.Sequential(LimitedBackward(6), mlp()) if front else nn.Sequential(mlp(), LimitedBackward(6))
+    limited = LimitedGradients(6)
+    model = nn.Sequential(nn.Linear(8, 8), limited, mlp()) if front else nn.Sequential(mlp(), limited)
     loop = loop_of(model, replace(IN_FP32, every_steps=100), data=blobs(64))
     loop.step()
     assert loop._training.steps.step.num_micro_batches == 2
     assert all(float(state["step"]) == 1.0 for state in loop.optimizer.optimizer.state.values())
-
-
-class LimitedBackward(nn.Module):
-    """Has memory for the gradients of `limit` samples; its own weight keeps a gradient flowing through it."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self.limit, self.factor = limit, nn.Parameter(torch.ones(()))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs = inputs * self.factor
-        if outputs.requires_grad:
-            outputs.register_hook(self._check)
-        return outputs
-
-    def _check(self, gradient: Tensor) -> None:
-        if len(gradient) > self.limit:
-            raise torch.OutOfMemoryError("no room for more gradients")
 
 
 class Reentrant(nn.Module):

@@ -1,7 +1,5 @@
 """Storage that changes between steps, by plan or because a batch does not fit: the same gradients all the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.apply.test_activations import ALL, Network, fused_step, images, recomputing
-from tests.apply.test_split_weights import FIXED
+from tests.apply.test_split_weights import FIXED, run
 from tests.build import BF16, CPU, FP16, FP32, ONE, RerunPool, cache_of, gradients, loop_of, same, step_of, values
 from triaccel_ray.apply import offload
 from triaccel_ray.apply.activations import Activations
@@ -197,8 +195,7 @@ def test_a_plan_carries_the_storage_and_a_resumed_step_the_one_it_fell_back_to()
 def test_a_tick_observes_costs_only_if_memory_is_limited(limited: bool) -> None:
     budget = 2**40 if limited else None
     loop, _ = loop_of(Network(), images(40), FIXED, memory_headroom=budget)
-    for _ in range(3):
-        loop.step()
+    run(loop, 3)
     profile: Any = loop.tick().observation.profile
     assert (profile is not None) == limited
     if limited:

@@ -1,7 +1,5 @@
 """What a graph, read once, would not compute the same."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections import OrderedDict
@@ -28,35 +26,19 @@ class Variable(Block):
         return super().forward(*x)
 
 
-def _remembers(block: Block, x: Tensor) -> Tensor:
-    block.last = y = block.norm(block.conv(x))  # type: ignore[assignment]
-    return y
+def _first(does: Callable[[Block, Tensor], Any]) -> Callable[[Block, Tensor], Tensor]:
+    """Does something before what can be fused."""
+
+    def rest(block: Block, x: Tensor) -> Tensor:
+        does(block, x)
+        return block.norm(block.conv(x))
+
+    return rest
 
 
-def _writes_to_dict(block: Block, x: Tensor) -> Tensor:
-    block.__dict__["last"] = x
-    return block.norm(block.conv(x))
-
-
-def _bypasses_the_module(block: Block, x: Tensor) -> Tensor:
-    object.__setattr__(block, "last", x)
-    return block.norm(block.conv(x))
-
-
-def _deletes(block: Block, x: Tensor) -> Tensor:
-    del block.once
-    return block.norm(block.conv(x))
-
-
-def _hides_errors(block: Block, x: Tensor) -> Tensor:
+def _hides_errors(block: Block, x: Tensor) -> None:
     with contextlib.suppress(Exception):
         block.last = x  # type: ignore[assignment]
-    return block.norm(block.conv(x))
-
-
-def _appends(block: Block, x: Tensor) -> Tensor:
-    block.seen.append(x)  # type: ignore[operator, union-attr]
-    return block.norm(block.conv(x))
 
 
 def _without_gradients(block: Block, x: Tensor) -> Tensor:
@@ -85,12 +67,12 @@ REFUSED: dict[str, tuple[Callable[[Block, Tensor], Any], str]] = {
     "chance": (lambda b, x: b.norm(b.conv(x)) * float(torch.rand(())), "draws random numbers"),
     "plain chance": (lambda b, x: b.norm(b.conv(x)) * random.random(), "draws random numbers"),
     "own tensor": (lambda b, x: b.norm(b.conv(x)) + torch.ones(4, 1, 1), "makes tensors of its own"),
-    "attribute": (_remembers, "assigns last of Block"),
-    "attribute by its dict": (_writes_to_dict, "assigns last of Block"),
-    "attribute by object": (_bypasses_the_module, "assigns last of Block"),
-    "attribute deleted": (_deletes, "deletes once of Block"),
-    "attribute, errors caught": (_hides_errors, "assigns last of Block"),
-    "list": (_appends, "changes a list"),
+    "attribute": (_first(lambda b, x: setattr(b, "last", x)), "assigns last of Block"),
+    "attribute by its dict": (_first(lambda b, x: b.__dict__.update(last=x)), "assigns last of Block"),
+    "attribute by object": (_first(lambda b, x: object.__setattr__(b, "last", x)), "assigns last of Block"),
+    "attribute deleted": (_first(lambda b, x: delattr(b, "once")), "deletes once of Block"),
+    "attribute, errors caught": (_first(_hides_errors), "assigns last of Block"),
+    "list": (_first(lambda b, x: b.seen.append(x)), "changes a list"),  # type: ignore[operator, union-attr]
     "no gradients": (_without_gradients, "switches gradients, autocast"),
     "autocast": (_autocast, "switches gradients, autocast"),
     "recomputation": (_keeping_nothing, "switches gradients, autocast or saved-tensor hooks"),

@@ -1,7 +1,5 @@
 """Step in backward where weights are read or written beside their layers: an error, never a wrong gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

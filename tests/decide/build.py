@@ -1,7 +1,5 @@
 """Values that the policy's tests are made of: short builders, a simulated machine, and random configurations."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator
@@ -24,11 +22,14 @@ def plan_of(batch_size: int = 96, num_micro_batches: int = 1, **precision: Preci
     return Plan(batch_size=batch_size, num_micro_batches=num_micro_batches, precision=precision or {"conv": BF16})
 
 
-def memory_of(share: float = IN_BAND, *, free_bytes: int | None = None) -> MemorySignal:
-    used = round(share * LIMIT)
-    return MemorySignal(
-        used_bytes=used, window_peak_bytes=used, peak_bytes=used, limit_bytes=LIMIT, free_bytes=free_bytes
-    )
+def memory_signal(used_bytes: int, limit_bytes: int, free_bytes: int | None = None) -> MemorySignal:
+    """Memory of which as much was used throughout the interval."""
+    used = dict.fromkeys(("used_bytes", "window_peak_bytes", "peak_bytes"), used_bytes)
+    return MemorySignal(**used, limit_bytes=limit_bytes, free_bytes=free_bytes)
+
+
+def memory_of(share: float = IN_BAND) -> MemorySignal:
+    return memory_signal(round(share * LIMIT), LIMIT)
 
 
 def observation_of(
@@ -93,13 +94,7 @@ class Machine:
         while at_once > 1 and self.used_bytes(plan, at_once) > self.capacity_bytes:
             at_once //= 2
         used = self.used_bytes(plan, at_once)
-        memory = MemorySignal(
-            used_bytes=used,
-            window_peak_bytes=used,
-            peak_bytes=used,
-            limit_bytes=self.limit_bytes,
-            free_bytes=self.free_bytes,
-        )
+        memory = memory_signal(used, self.limit_bytes, self.free_bytes)
         faults = (out_of_memory(plan.batch_size, at_once),) if at_once < largest else ()
         if used > self.capturable_bytes:
             faults = (capture_out_of_memory(plan.batch_size, at_once), *faults)

@@ -3,21 +3,31 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from tests.decide.build import observation_of, out_of_memory
+from tests.decide.build import memory_signal, observation_of, out_of_memory
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import Decision, decide, initial_decision
 from triaccel_ray.decide.memory import RECOMPUTE, Measured, added_ms, cheapest_plan, modelled_bytes
 from triaccel_ray.records.plan import Fault, Plan, Precision
-from triaccel_ray.records.signals import MemoryProfile, MemorySignal, Observation, RegionSignal
+from triaccel_ray.records.signals import LayerSignal, MemoryProfile, Observation, RegionSignal
 
 MIB = 2**20
 REGIONS = tuple("abcdef")
 FIXED = BatchConfig(enabled=False, start=64, minimum=64, oom_cooldown_ticks=5)
 CONFIG = ControlConfig(precision=PrecisionConfig(enabled=False), curvature=CurvatureConfig(enabled=False), batch=FIXED)
 
-PROFILE = MemoryProfile(
-    regions=tuple(
+
+def profile_of(
+    *regions: RegionSignal, bandwidth: float = 55.0 * MIB, micro_batch_size: int = 64, **others: Any
+) -> MemoryProfile:
+    """A profile with a link to the host that moves `bandwidth` bytes a millisecond either way."""
+    rates = dict.fromkeys(("to_host_bytes_per_ms", "to_device_bytes_per_ms"), bandwidth)
+    return MemoryProfile(regions=regions, micro_batch_size=micro_batch_size, **{**rates, **others})
+
+
+PROFILE = profile_of(
+    *(
         RegionSignal(
             name=name,
             saved_bytes=(200 + 40 * index) * MIB,
@@ -27,10 +37,7 @@ PROFILE = MemoryProfile(
             backward_ms=4.0,
         )
         for index, name in enumerate(REGIONS)
-    ),
-    micro_batch_size=64,
-    to_host_bytes_per_ms=55.0 * MIB,
-    to_device_bytes_per_ms=55.0 * MIB,
+    )
 )
 
 ELASTIC = replace(
@@ -98,19 +105,12 @@ class Run:
         fault = out_of_memory(self.plan.batch_size, passed.micro_batch_size)
         return passed, (replace(fault, stores_least=True),)
 
-    def tick(self, **others: object) -> Decision:
+    def tick(self, *layers: LayerSignal, **others: object) -> Decision:
         passed, faults = self.interval()
         device, peak = self.device, self.device.peak_bytes(passed)
-        memory = MemorySignal(
-            used_bytes=peak,
-            window_peak_bytes=peak,
-            peak_bytes=peak,
-            limit_bytes=device.total_bytes,
-            free_bytes=device.available_bytes - peak,
-        )
         is_plain = not self.plan.storage and self.plan.num_micro_batches == 1 and not faults
         seen = {
-            "memory": memory,
+            "memory": memory_signal(peak, device.total_bytes, device.available_bytes - peak),
             "faults": faults,
             "step_ms": None if faults else device.step_ms(passed),
             "profile": None if is_plain else device.profile,
@@ -118,7 +118,7 @@ class Run:
             "adapting_ms": self.adapting_ms,
             "samples_left": 10**6,
         } | others
-        observation = observation_of(self.plan, tick=len(self.log), **seen)
+        observation = observation_of(self.plan, *layers, tick=len(self.log), **seen)
         self.decision = decide(self.config, observation, self.decision.state)
         self.log.append((observation, self.decision))
         self.adapting_ms += 100.0 * (not self.decision.plan.steps_as(self.plan))
@@ -168,13 +168,7 @@ def device_of(seed: int) -> Device:
         for name in REGIONS
     )
     bandwidth = chance.choice([0.0, 20.0, 55.0, 200.0]) * MIB
-    profile = MemoryProfile(
-        regions=regions,
-        micro_batch_size=64,
-        to_host_bytes_per_ms=bandwidth,
-        to_device_bytes_per_ms=bandwidth,
-        can_split=chance.random() < 0.5,
-    )
+    profile = profile_of(*regions, bandwidth=bandwidth, can_split=chance.random() < 0.5)
     kept = modelled_bytes(profile, {}, 64)
     return Device(
         profile=profile,

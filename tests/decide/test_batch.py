@@ -6,17 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.decide.build import (
-    IN_BAND,
-    LIMIT,
-    Machine,
-    Run,
-    batch_configs,
-    machines,
-    memory_of,
-    observation_of,
-    plan_of,
-)
+from tests.decide.build import IN_BAND, LIMIT, Run, batch_configs, machines, memory_of, observation_of, plan_of
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide import BatchState
 from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, ladder, next_size_to_time
@@ -269,12 +259,3 @@ def test_a_batch_that_took_too_much_does_not_come_back_within_the_cap(config, ma
             closed.update({rung: tick for rung in ladder(config) if rung >= size})
         if after > size and after in closed:
             assert tick - closed[after] >= config.oom_cooldown_ticks
-
-
-def test_the_batch_grows_back_when_memory_frees():
-    run = Run(ControlConfig(batch=CONFIG), Machine(limit_bytes=10_000, bytes_per_sample=10, fixed_bytes=1000))
-    assert run.batch_sizes(10)[-1] == 224
-    run.machine = replace(run.machine, free_bytes=0)
-    assert run.batch_sizes(10)[-1] == 32
-    run.machine = replace(run.machine, free_bytes=None)
-    assert run.batch_sizes(40)[-1] == 224

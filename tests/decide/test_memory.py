@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.decide.build import plan_of
+from tests.decide.memory_device import profile_of
 from triaccel_ray.decide.memory import (
     KEEP,
     OFFLOAD,
@@ -32,12 +33,8 @@ def region(name: str, **others: float) -> RegionSignal:
     return RegionSignal(name=name, **{"forward_ms": 1.0, "backward_ms": 2.0, **costs})
 
 
-def profile_of(*regions: RegionSignal, bandwidth: float = 30.0, **others: object) -> MemoryProfile:
-    rates = {"to_host_bytes_per_ms": bandwidth, "to_device_bytes_per_ms": bandwidth}
-    return MemoryProfile(regions=regions, **{"micro_batch_size": 8, **rates, **others})
-
-
-ALIKE = profile_of(*(region(name) for name in "abcd"))
+OF_EIGHT = {"micro_batch_size": 8, "bandwidth": 30.0}
+ALIKE = profile_of(*(region(name) for name in "abcd"), **OF_EIGHT)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +55,10 @@ def test_the_model_of_memory(storage, expected):
 
 
 def test_the_gradients_of_a_region_take_no_more_than_it_saves():
-    rigid = profile_of(region("a"), region("b", input_bytes=SAVED), region("c"))
+    rigid = profile_of(region("a"), region("b", input_bytes=SAVED), region("c"), **OF_EIGHT)
     assert modelled_bytes(rigid, {}, 8) == 300 + GRADIENTS
     assert modelled_bytes(rigid, {"a": RECOMPUTE, "c": OFFLOAD}, 8) == 20 + 100 + 100 + GRADIENTS
-    assert modelled_bytes(profile_of(region("a", input_bytes=SAVED)), {}, 8) == 2 * SAVED
+    assert modelled_bytes(profile_of(region("a", input_bytes=SAVED), **OF_EIGHT), {}, 8) == 2 * SAVED
 
 
 @pytest.mark.parametrize(
@@ -113,9 +110,9 @@ def simulated_ms(profile: MemoryProfile, storage: dict) -> float:
 
 
 @st.composite
-def profiles(draw: st.DrawFn, most: int = 5, **others: object) -> MemoryProfile:
+def profiles(draw: st.DrawFn) -> MemoryProfile:
     regions = []
-    for index in range(draw(st.integers(1, most))):
+    for index in range(draw(st.integers(1, 5))):
         saved = draw(st.integers(1, 1000))
         regions.append(
             RegionSignal(
@@ -127,14 +124,9 @@ def profiles(draw: st.DrawFn, most: int = 5, **others: object) -> MemoryProfile:
                 backward_ms=draw(st.integers(0, 100)) / 10,
             )
         )
-    bandwidth = {
-        name: draw(st.sampled_from([0.0, 50.0, 500.0])) for name in ("to_host_bytes_per_ms", "to_device_bytes_per_ms")
-    }
-    return MemoryProfile(
-        **{"regions": tuple(regions), "micro_batch_size": draw(st.integers(1, 16)), "can_split": draw(st.booleans())}
-        | bandwidth
-        | others
-    )
+    rates = ("to_host_bytes_per_ms", "to_device_bytes_per_ms")
+    bandwidth = {name: draw(st.sampled_from([0.0, 50.0, 500.0])) for name in rates}
+    return profile_of(*regions, micro_batch_size=draw(st.integers(1, 16)), can_split=draw(st.booleans()), **bandwidth)
 
 
 @given(profiles(), st.data())
@@ -256,7 +248,7 @@ def deep_profile(seed: int, num_regions: int = 60, **others: object) -> MemoryPr
         smaller = {"input_bytes": int(saved * chance.uniform(0.05, 0.5)), "offloadable_bytes": int(saved * 0.9)}
         regions.append(RegionSignal(name=f"r{index}", saved_bytes=saved, **smaller, forward_ms=ms, backward_ms=2 * ms))
     rate = chance.choice([1e7, 5.5e7, 2e8])
-    return profile_of(*regions, bandwidth=rate, **{"micro_batch_size": 256, **others})
+    return profile_of(*regions, bandwidth=rate, micro_batch_size=256, **others)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -59,6 +59,7 @@ RETREATS = {
 def test_a_retreat_goes_to_what_passed(batch_size, parts, faults, expected):
     decision = retreated(batch_size, *faults, parts=parts)
     assert (decision.batch_size, decision.num_micro_batches) == expected
+    assert (decision.state.cap, decision.state.cap_ticks_left) == (decision.batch_size, CONFIG.oom_cooldown_ticks)
 
 
 @pytest.mark.parametrize(
@@ -164,33 +165,6 @@ def test_a_batch_of_fixed_size_keeps_it_and_is_tried_whole_once_a_cap(capturable
         run.step()
         seen.append((run.plan.batch_size, run.plan.num_micro_batches))
     assert seen == [(128, 2)] * 4 + [(128, 1)] + [(128, 2)] * 4 + [(128, 1), (128, 2)]
-
-
-def test_parts_appear_when_the_smallest_batch_fails_and_go_when_memory_frees():
-    config = ControlConfig(batch=replace(CONFIG, start=32, maximum=64))
-    run = Run(config, Machine(fixed_bytes=0, bytes_per_sample=100, limit_bytes=50_000, capacity_bytes=3000))
-    run.step()
-    assert (run.plan.batch_size, run.plan.num_micro_batches) == (32, 4)
-    run.machine = replace(run.machine, capacity_bytes=math.inf)
-    seen = []
-    for _ in range(8):
-        run.step()
-        seen.append((run.plan.batch_size, run.plan.num_micro_batches))
-    assert seen == [(32, 4)] * 4 + [(32, 2), (32, 1), (64, 1), (64, 1)]
-
-
-def test_a_plan_that_cannot_grow_is_asked_for_once_a_cap():
-    run = Run(ControlConfig(batch=CONFIG), Machine(limit_bytes=100_000))
-    asked, faults = [], ()
-    for tick in range(18):
-        before = run.plan.batch_size
-        _, decision = run.step(faults=faults, apply_fails=True)
-        faults = ()
-        assert run.plan.batch_size == before
-        if decision.plan.batch_size > before:
-            asked.append(tick)
-            faults = (apply_failed(decision.plan.batch_size),)
-    assert asked == [0, 6, 12]
 
 
 @given(batch_configs(), machines(fixed_bytes=0), st.floats(0.05, 1.0))

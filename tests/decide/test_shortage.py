@@ -6,19 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.decide.build import codes, observation_of, out_of_memory, plan_of
-from tests.decide.memory_device import MIB, REGIONS, SMALL, Device, Run, device_of
-from triaccel_ray.decide import decide
+from tests.decide.build import capture_out_of_memory, codes, memory_signal, observation_of, out_of_memory, plan_of
+from tests.decide.memory_device import MIB, REGIONS, SMALL, Device, Run, device_of, profile_of
 from triaccel_ray.decide.calibration import budget_bytes, compare, forget_shortage, measure, remember_plan
 from triaccel_ray.decide.memory import RECOMPUTE, modelled_bytes
 from triaccel_ray.decide.throughput import Judgement
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.plan import Fault, FaultKind, Plan, ReasonCode
-from triaccel_ray.records.signals import MemoryProfile, MemorySignal, RegionSignal
+from triaccel_ray.records.plan import ReasonCode
+from triaccel_ray.records.signals import RegionSignal
 from triaccel_ray.records.state import MemoryState, PassTiming, PeakReading, Stored, ThroughputState
 
-RESNET = MemoryProfile(
-    regions=tuple(
+RESNET = profile_of(
+    *(
         RegionSignal(
             name=name,
             saved_bytes=800 * MIB,
@@ -29,21 +28,12 @@ RESNET = MemoryProfile(
         )
         for name in REGIONS
     ),
-    micro_batch_size=64,
-    to_host_bytes_per_ms=55.0 * MIB,
-    to_device_bytes_per_ms=55.0 * MIB,
     can_split=False,
 )
 """About the costs of ResNet-152 in BF16 on an H200, in six regions."""
 RESNET_DEVICE = Device(
     profile=RESNET, fixed_bytes=1500 * MIB, total_bytes=3233 * MIB, pass_ms=9.0, transient_share=0.05
 )
-
-
-def memory_of(attainable_bytes: int, peak_bytes: int) -> MemorySignal:
-    return MemorySignal(
-        used_bytes=peak_bytes, window_peak_bytes=peak_bytes, peak_bytes=peak_bytes, limit_bytes=attainable_bytes
-    )
 
 
 def test_batch_normalization_stays_divided_until_the_whole_batch_is_little_slower():
@@ -73,13 +63,8 @@ def test_batch_normalization_is_not_moved_to_and_fro_by_wrong_times():
 
 @pytest.mark.parametrize(("times_short", "expected"), [(0, 970), (1, 930), (2, 890), (4, 810), (5, 800), (50, 800)])
 def test_the_margin_grows_with_each_plan_that_ran_short(times_short, expected):
-    observation = observation_of(plan_of(64), memory=memory_of(1000, 500))
+    observation = observation_of(plan_of(64), memory=memory_signal(500, 1000))
     assert budget_bytes(observation, MemoryState(times_short=times_short)) == pytest.approx(expected, abs=1)
-
-
-def capture_without_memory(plan: Plan) -> Fault:
-    sizes = {"batch_size": plan.batch_size, "micro_batch_size": plan.micro_batch_size}
-    return Fault(kind=FaultKind.CAPTURE_OUT_OF_MEMORY, step=1, phase="capture", **sizes)
 
 
 @pytest.mark.parametrize(
@@ -89,15 +74,15 @@ def capture_without_memory(plan: Plan) -> Fault:
         ([], 995, 960, 1),  # nearly exhausted
         ([out_of_memory(64, 32)], 950, 960, 1),
         ([out_of_memory(0, phase="curvature")], 995, 960, 0),
-        ([capture_without_memory(plan_of(64))], 950, 960, 1),
-        ([capture_without_memory(plan_of(17))], 950, 960, 0),  # an epoch's short last batch
+        ([capture_out_of_memory(64)], 950, 960, 1),
+        ([capture_out_of_memory(17)], 950, 960, 0),  # an epoch's short last batch
         ([out_of_memory(64, 32)], 950, 1010, 0),  # other processes took memory
         ([out_of_memory(64, 32)], 950, None, 0),  # no new plan
     ],
 )
 def test_only_a_plan_that_was_predicted_to_fit_makes_the_margin_grow(faults, peak_bytes, predicted_bytes, times_short):
     observation = observation_of(
-        plan_of(64), memory=memory_of(1000, peak_bytes), faults=tuple(faults), step_ms=10.0, profile=SMALL.profile
+        plan_of(64), memory=memory_signal(peak_bytes, 1000), faults=tuple(faults), step_ms=10.0, profile=SMALL.profile
     )
     state, _ = compare(observation, MemoryState(predicted_bytes=predicted_bytes))
     assert state.times_short == times_short
@@ -107,28 +92,20 @@ def test_only_a_plan_that_was_predicted_to_fit_makes_the_margin_grow(faults, pea
 
 def test_the_margin_is_forgotten_once_clearly_more_memory_is_attainable():
     state = MemoryState(times_short=3, short_at_bytes=1000)
-    assert forget_shortage(memory_of(1040, 500), state) == state
-    assert forget_shortage(memory_of(1060, 500), state).times_short == 0
+    assert forget_shortage(memory_signal(500, 1040), state) == state
+    assert forget_shortage(memory_signal(500, 1060), state).times_short == 0
 
 
-def test_after_two_plans_that_ran_short_none_is_tried_during_the_bar():
+@pytest.mark.parametrize(
+    ("times_short", "cap_ticks_left", "waits"), [(1, 3, False), (2, 3, True), (1, 1, False), (2, 1, False)]
+)
+def test_after_two_plans_that_ran_short_none_is_tried_during_the_bar(times_short, cap_ticks_left, waits):
     run = Run(device=SMALL)
-    run.ticks(1)
-    for times_short, waits in ((1, False), (2, True)):
-        memory = replace(run.decision.state.memory, times_short=times_short, short_at_bytes=SMALL.total_bytes)
-        before = replace(run.decision.state, memory=replace(memory, cap_ticks_left=3))
-        observation = observation_of(
-            run.plan,
-            memory=memory_of(SMALL.total_bytes, SMALL.peak_bytes(run.plan)),
-            step_ms=SMALL.step_ms(run.plan),
-            profile=SMALL.profile,
-            regions=REGIONS,
-            adapting_ms=200.0,
-            samples_left=10**6,
-        )
-        assert decide(run.config, observation, before).plan.steps_as(run.plan) == waits
-        over = replace(before, memory=replace(memory, cap_ticks_left=1))
-        assert not decide(run.config, observation, over).plan.steps_as(run.plan)
+    before = run.tick()
+    short = {"times_short": times_short, "short_at_bytes": SMALL.total_bytes, "cap_ticks_left": cap_ticks_left}
+    memory = replace(before.state.memory, **short)
+    run.decision = replace(before, state=replace(before.state, memory=memory))
+    assert run.tick().plan.steps_as(before.plan) == waits
 
 
 @settings(max_examples=40, deadline=None)
@@ -165,7 +142,7 @@ def test_two_peaks_tell_what_a_sample_takes_beyond_the_model(parts, beyond_mib, 
     known = [modelled_bytes(RESNET, {}, 64 // each) for each in (2, parts)]
     other_bytes = 3000 * MIB - known[0] + known[1] + beyond_mib * MIB
     other = PeakReading(batch_size=64, stored=Stored(storage={}, num_micro_batches=parts), peak_bytes=other_bytes)
-    observation = observation_of(half, memory=memory_of(9000 * MIB, 3000 * MIB), step_ms=40.0, profile=RESNET)
+    observation = observation_of(half, memory=memory_signal(3000 * MIB, 9000 * MIB), step_ms=40.0, profile=RESNET)
     judged = Judgement(state=ThroughputState())
     assert measure(observation, RESNET, judged, MemoryState(other_peak=other)).bytes_per_sample == expected_mib * MIB
     of_other_batch = MemoryState(other_peak=replace(other, batch_size=32))
@@ -179,14 +156,14 @@ def test_a_plan_with_more_micro_batches_says_nothing_of_the_one_that_failed(part
     storage = {} if parts == 2 else failed.storage
     assert modelled_bytes(RESNET, storage, 64 // parts) >= modelled_bytes(RESNET, failed.storage, 64)
     plan = replace(plan_of(64, parts), storage=storage)
-    memory = memory_of(1000 * MIB, 900 * MIB)
+    memory = memory_signal(900 * MIB, 1000 * MIB)
     state, _ = compare(observation_of(plan, memory=memory, step_ms=10.0, profile=RESNET), before)
     assert (state.failed is None) == is_over
     assert (state.times_short, state.times_failed) == ((0, 0) if is_over else (1, 2))
 
 
 def test_the_cost_of_a_micro_batch_is_remembered_after_a_plan_that_was_not_timed():
-    observation = observation_of(plan_of(64, 4), memory=memory_of(1000, 500), step_ms=40.0)
+    observation = observation_of(plan_of(64, 4), memory=memory_signal(500, 1000), step_ms=40.0)
     judged = Judgement(state=ThroughputState())
     for number, expected in ((1, (40.0 - 25.0) / 3), (4, 2.0)):
         timing = PassTiming(batch_size=64, num_micro_batches=number, ms=25.0)

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.decide.build import codes
+from tests.decide.build import apply_failed, capture_out_of_memory, codes
 from tests.decide.memory_device import CONFIG, ELASTIC, MIB, REGIONS, SMALL, Device, Run, device_of, neighbours
 from triaccel_ray.config import ExecutionConfig, PrecisionConfig
-from triaccel_ray.decide import Decision, decide, replay
+from triaccel_ray.decide import Decision, replay
 from triaccel_ray.decide.memory import OFFLOAD, RECOMPUTE
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision, ReasonCode
+from triaccel_ray.records.plan import Plan, Precision, ReasonCode
 from triaccel_ray.records.signals import LayerSignal, Observation
 
 
@@ -49,15 +49,6 @@ def test_a_plan_that_is_as_predicted_is_not_reported():
     wrong = Run(device=replace(SMALL, bytes_factor=0.7))
     wrong.ticks(10)
     assert any("peak" in text for text in reasons_of(wrong, ReasonCode.MEMORY_MISPREDICTED))
-
-
-def test_storage_returns_to_keep_once_memory_does():
-    run = Run(device=SMALL)
-    run.ticks(10)
-    run.device = Device()
-    run.ticks(20)
-    assert (run.plan.storage, run.plan.num_micro_batches) == ({}, 1)
-    assert run.num_failures == 1
 
 
 def test_a_neighbour_that_takes_memory_makes_the_plan_smaller_before_it_fails():
@@ -143,16 +134,10 @@ def test_a_batch_that_waits_for_the_memory_plan_says_so_once():
 def test_storage_survives_a_change_of_precision():
     config = replace(CONFIG, precision=PrecisionConfig(tau_low=1e-9, tau_high=1e-3, dwell_ticks=0))
     run = Run(config, SMALL)
-    run.ticks(8)
-    observation, _ = run.log[-1]
-    promoted = replace(
-        observation,
-        plan=run.plan,
-        layers=(LayerSignal(name="conv", variance=1.0),),
-    )
-    decision = decide(config, promoted, run.decision.state)
-    assert decision.plan.precision["conv"] is Precision.FP32
-    assert (decision.plan.storage, decision.plan.num_micro_batches) == (run.plan.storage, run.plan.num_micro_batches)
+    before = run.ticks(8)[-1].plan
+    after = run.tick(LayerSignal(name="conv", variance=1.0)).plan
+    assert after.precision["conv"] is Precision.FP32
+    assert (after.storage, after.num_micro_batches) == (before.storage, before.num_micro_batches)
 
 
 def test_a_plan_may_need_less_wherever_a_region_is_stored_otherwise():
@@ -177,8 +162,7 @@ def test_a_plan_that_fails_to_apply_is_held():
     run.tick()
     assert run.plan != before
     run.plan = before
-    failed = Fault(kind=FaultKind.APPLY_FAILED, step=1, phase="apply", batch_size=64, detail="no memory")
-    run.tick(faults=(failed,))
+    run.tick(faults=(apply_failed(64),))
     assert all(decision.plan.storage == before.storage for decision in run.ticks(4))
     run.ticks(10)
     assert run.plan.storage != before.storage
@@ -188,8 +172,7 @@ def test_a_planned_step_that_cannot_be_captured_takes_less():
     run = Run(device=SMALL)
     run.ticks(12)
     before = run.plan
-    micro = {"batch_size": before.batch_size, "micro_batch_size": before.micro_batch_size}
-    run.tick(faults=(Fault(kind=FaultKind.CAPTURE_OUT_OF_MEMORY, step=1, phase="capture", **micro),))
+    run.tick(faults=(capture_out_of_memory(before.batch_size, before.micro_batch_size),))
     assert SMALL.peak_bytes(run.plan) < SMALL.peak_bytes(before)
 
 

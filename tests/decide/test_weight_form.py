@@ -1,7 +1,5 @@
 """The form of the weights where the settings leave it open: tables, and properties over random models and budgets."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -66,9 +64,7 @@ def test_a_budget_also_holds_process_samples_parameters_and_state() -> None:
 
 
 @pytest.mark.parametrize(
-    ("needed", "expected"),
-    [(PLAIN, PLAIN), (SPLIT, SPLIT), (BOTH, BOTH)],
-    ids=["plain", "split", "in backward"],
+    ("needed", "expected"), [(PLAIN, PLAIN), (SPLIT, SPLIT), (BOTH, BOTH)], ids=["plain", "split", "in backward"]
 )
 def test_the_first_form_that_fits_is_chosen(needed: WeightForm, expected: WeightForm) -> None:
     enough = -(-needed_bytes(GPT, needed) * 100 // 97)
@@ -76,65 +72,36 @@ def test_the_first_form_that_fits_is_chosen(needed: WeightForm, expected: Weight
     assert decide_form(OPEN, replace(GPT, headroom_bytes=enough - 2))[0] != expected or needed == BOTH
 
 
+IS_SPLIT = "weights are split: a step would need up to 0.00 GiB, and the memory budget leaves it 0.00 GiB"
+WITHIN = "parameters are updated in the backward pass: a step would need up to"
+STAYS, AFTER = "weights stay FP32: ", "parameters are updated after the backward pass: "
+NO_KERNEL, SUMS = "no kernel steps RMSprop", "sums of the gradients of 4 micro-batches take as much"
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "form", "texts"),
     [
         (OPEN, {"headroom_bytes": None}, PLAIN, []),  # no memory budget
-        (
-            OPEN,
-            {"unsupported_because": "no kernel steps RMSprop"},
-            PLAIN,
-            [
-                "weights stay FP32: no kernel steps RMSprop",
-                "parameters are updated after the backward pass: no kernel steps RMSprop",
-            ],
-        ),
+        (OPEN, {"unsupported_because": NO_KERNEL}, PLAIN, [STAYS + NO_KERNEL, AFTER + NO_KERNEL]),
         (
             replace(OPEN, clip_norm=1.0),
             {},
             SPLIT,
-            [
-                "weights are split: a step would need up to 0.00 GiB, and the memory budget leaves it 0.00 GiB",
-                "parameters are updated after the backward pass: clip_norm = 1 would use the norm of the step before",
-            ],
+            [IS_SPLIT, AFTER + "clip_norm = 1 would use the norm of the step before"],
         ),
-        (
-            OPEN,
-            {"num_ranks": 2},
-            SPLIT,
-            ["weights are split: a", "parameters are updated after the backward pass: the gradients of 2 ranks are"],
-        ),
-        (
-            OPEN,
-            {"num_in_bf16": 0},
-            IN_BACKWARD,
-            [
-                "weights stay FP32: no layer with weights of its own computes in BF16",
-                "parameters are updated in the backward pass: a step would need up to",
-            ],
-        ),
+        (OPEN, {"num_ranks": 2}, SPLIT, [IS_SPLIT, AFTER + "the gradients of 2 ranks are"]),
+        (OPEN, {"num_in_bf16": 0}, IN_BACKWARD, [STAYS + "no layer with weights of its own computes in BF16", WITHIN]),
         (
             OPEN,
             {"may_use_fp16": True},
             SPLIT,
-            [
-                "weights are split: a step would need up to",
-                "parameters are updated after the backward pass: layers may compute in FP16, where an overflow would",
-            ],
+            [IS_SPLIT, AFTER + "layers may compute in FP16, where an overflow would"],
         ),
-        (
-            replace(OPEN, batch=BATCHES),
-            {},
-            PLAIN,
-            [
-                "weights stay FP32: sums of the gradients of 4 micro-batches take as much",
-                "parameters are updated after the backward pass: sums of the gradients of 4 micro-batches take",
-            ],
-        ),
-        (replace(OPEN, weights="fp32"), {}, IN_BACKWARD, ["parameters are updated in the backward pass: a step would"]),
-        (replace(OPEN, weights="split"), {}, BOTH, ["parameters are updated in the backward pass: a step would need"]),
-        (replace(OPEN, step_in_backward=False), {}, SPLIT, ["weights are split: a step would need up to"]),
-        (replace(OPEN, step_in_backward=True), {"num_ranks": 1}, BOTH, ["weights are split: a step would need up to"]),
+        (replace(OPEN, batch=BATCHES), {}, PLAIN, [STAYS + SUMS, AFTER + SUMS]),
+        (replace(OPEN, weights="fp32"), {}, IN_BACKWARD, [WITHIN]),
+        (replace(OPEN, weights="split"), {}, BOTH, [WITHIN]),
+        (replace(OPEN, step_in_backward=False), {}, SPLIT, [IS_SPLIT]),
+        (replace(OPEN, step_in_backward=True), {"num_ranks": 1}, BOTH, [IS_SPLIT]),
     ],
 )
 def test_what_speaks_against_a_form_is_a_reason_and_what_is_given_wins(

@@ -1,7 +1,5 @@
 """Where the kernels' tests run, beside what, and within which errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,12 +13,11 @@ ROUNDING = {FP32: 2.0**-23, FP16: 2.0**-11, BF16: 2.0**-8 if DEVICE.type == "cud
 """Relative error of a store: half a unit in the last place; the interpreter truncates to BF16."""
 both = pytest.mark.parametrize(
     "kernel",
-    [
-        True,
-        pytest.param(False, marks=pytest.mark.skipif(DEVICE.type == "cuda", reason="the reference runs on a CPU")),
-    ],
+    [True, pytest.param(False, marks=pytest.mark.skipif(DEVICE.type == "cuda", reason="the reference runs on a CPU"))],
 )
 """The kernel and its reference."""
+interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+"""For kernels that meet NaN and infinity: Triton's interpreter computes by NumPy, which warns of them."""
 
 
 @pytest.fixture

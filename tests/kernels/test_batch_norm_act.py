@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -7,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.kernels.build import BF16, DEVICE, FP16, FP32, FP64, ROUNDING, assert_close, assert_replays
+from tests.kernels.build import BF16, DEVICE, FP16, FP32, FP64, ROUNDING, assert_close, assert_replays, interpreted
 from tests.kernels.build import poison as poison
 from triaccel_ray.kernels.batch_norm_act import RunningStatistics, batch_norm_act, recomputer
 from triaccel_ray.kernels.batch_norm_act.reference import ACTIVATIONS
@@ -79,7 +77,33 @@ def _run(case: Case, *, exact: bool) -> dict[str, Tensor]:
     return {"y": outputs[0].detach(), "mean": running.mean, "var": running.var, **gradients}
 
 
-def _check(case: Case) -> None:
+SMALL = [
+    Case(),
+    Case(shape=(3, 13, 5, 7), activation="silu", residual=FP32, forked=True),
+    Case(shape=(300, 65, 1, 1), activation="relu", residual=FP32, forked=True),
+    Case(shape=(2, 24, 7, 7), x=FP16, output=FP32, residual=BF16),
+    Case(shape=(5, 16, 11, 3), x=FP32, output=BF16, activation="relu", residual=FP16),
+    Case(shape=(5, 16, 11, 3), x=BF16, activation="silu", forked=True),
+    Case(shape=(7, 48, 13, 13), activation="hardswish", residual=FP16, forked=True),
+    Case(shape=(3, 20, 9, 7), activation="relu6", residual=FP32),
+    Case(shape=(3, 20, 9, 7), activation="hardswish"),
+    Case(shape=(4, 32, 17, 3), mean=-100.0, std=1e-2, activation="silu"),
+    Case(shape=(5, 1, 1, 1)),
+]
+LARGE = [
+    Case(shape=(96, 64, 32, 32), x=FP16, activation="relu", residual=FP16, forked=True),
+    Case(shape=(512, 512, 4, 4), x=FP16, activation="relu"),
+    Case(shape=(37, 24, 29, 31), x=FP16, output=BF16, activation="silu", residual=BF16, forked=True),
+    Case(shape=(3001, 13, 1, 1), output=FP16, activation="hardswish"),
+    Case(shape=(64, 1152, 7, 7), x=BF16, activation="silu"),
+    Case(shape=(64, 2048, 7, 7), x=FP16, output=FP32, activation="relu", residual=BF16, forked=True),
+    Case(shape=(17, 144, 56, 56), x=FP16, activation="silu"),
+    Case(shape=(64, 96, 31, 13), mean=1000.0),
+]
+
+
+@pytest.mark.parametrize("case", [*SMALL, *(pytest.param(case, marks=pytest.mark.gpu) for case in LARGE)], ids=str)
+def test_the_kernels_compute_what_fp64_does(case: Case) -> None:
     actual, exact = _run(case, exact=False), _run(case, exact=True)
     output = case.output or case.x
     # FP32 keeps mean and deviations to 2^-23 of the mean: this much of a standard deviation.
@@ -100,44 +124,6 @@ def _check(case: Case) -> None:
         assert_close(actual[name], values, *allowed[name])
 
 
-SMALL = [
-    Case(),
-    Case(shape=(3, 13, 5, 7), activation="silu", residual=FP32, forked=True),
-    Case(shape=(300, 65, 1, 1), activation="relu", residual=FP32, forked=True),
-    Case(shape=(2, 24, 7, 7), x=FP16, output=FP32, residual=BF16),
-    Case(shape=(5, 16, 11, 3), x=FP32, output=BF16, activation="relu", residual=FP16),
-    Case(shape=(5, 16, 11, 3), x=BF16, activation="silu", forked=True),
-    Case(shape=(7, 48, 13, 13), activation="hardswish", residual=FP16, forked=True),
-    Case(shape=(3, 20, 9, 7), activation="relu6", residual=FP32),
-    Case(shape=(3, 20, 9, 7), activation="hardswish"),
-    Case(shape=(4, 32, 17, 3), mean=-100.0, std=1e-2, activation="silu"),
-    Case(shape=(5, 1, 1, 1)),
-]
-
-
-@pytest.mark.parametrize("case", SMALL, ids=str)
-def test_the_kernels_compute_what_fp64_does(case: Case) -> None:
-    _check(case)
-
-
-LARGE = [
-    Case(shape=(96, 64, 32, 32), x=FP16, activation="relu", residual=FP16, forked=True),
-    Case(shape=(512, 512, 4, 4), x=FP16, activation="relu"),
-    Case(shape=(37, 24, 29, 31), x=FP16, output=BF16, activation="silu", residual=BF16, forked=True),
-    Case(shape=(3001, 13, 1, 1), output=FP16, activation="hardswish"),
-    Case(shape=(64, 1152, 7, 7), x=BF16, activation="silu"),
-    Case(shape=(64, 2048, 7, 7), x=FP16, output=FP32, activation="relu", residual=BF16, forked=True),
-    Case(shape=(17, 144, 56, 56), x=FP16, activation="silu"),
-    Case(shape=(64, 96, 31, 13), mean=1000.0),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", LARGE, ids=str)
-def test_the_kernels_compute_what_fp64_does_on_large_maps(case: Case) -> None:
-    _check(case)
-
-
 def test_a_part_of_the_rows_far_from_the_rest_costs_no_accuracy() -> None:
     x = torch.randn(512, 16, 4, 4, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     x[:8] += 1e4  # the first tile is nothing like the others
@@ -149,7 +135,7 @@ def test_a_part_of_the_rows_far_from_the_rest_costs_no_accuracy() -> None:
     assert_close(running.var, exact.var(1), 2.0**-18, 0.0)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy
+@interpreted
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_an_output_can_be_computed_again_and_not_a_number_is_passed_on(activation: Any) -> None:
     inputs, running = _inputs(Case(shape=(3, 12, 5, 4), x=FP16, output=FP32)), _running(12)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -36,7 +34,27 @@ def _drawn(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return x.to(DEVICE, memory_format=torch.channels_last), weight.to(DEVICE), dy.to(DEVICE)
 
 
-def _check(case: Case) -> None:
+SMALL = [
+    Case(),
+    Case(shape=(3, 13, 5, 7)),
+    Case(shape=(1, 40, 31, 17)),  # a sample's rows are divided among programs
+    Case(shape=(5, 1, 1, 1)),
+    Case(shape=(3, 65, 1, 9), x=FP16, gate=FP16),
+    Case(shape=(2, 24, 7, 7), x=BF16, gate=BF16),
+    Case(shape=(1, 16, 29, 11), x=BF16),
+    Case(shape=(4, 16, 6, 6), gate=FP16),
+]
+LARGE = [
+    Case(shape=(96, 32, 112, 112), x=BF16, gate=BF16),
+    Case(shape=(96, 144, 56, 56), x=FP16, gate=FP16),
+    Case(shape=(96, 1152, 7, 7), x=BF16, gate=BF16),
+    Case(shape=(1, 24, 299, 301), x=BF16),
+    Case(shape=(513, 13, 9, 7)),
+]
+
+
+@pytest.mark.parametrize("case", [*SMALL, *(pytest.param(case, marks=pytest.mark.gpu) for case in LARGE)], ids=str)
+def test_the_kernels_compute_what_fp64_does(case: Case) -> None:
     (x, weight, dy), gates = _drawn(case), []
     x, exact_x = x.requires_grad_(), x.detach().double().requires_grad_()
     weight, exact_weight = weight.requires_grad_(), weight.detach().double().requires_grad_()
@@ -57,38 +75,6 @@ def _check(case: Case) -> None:
     assert (x.grad.dtype, x.grad.stride()) == (x.dtype, x.stride())
     assert_close(x.grad, exact_x.grad, ROUNDING[case.x], case.coarseness())
     assert_close(weight.grad, exact_weight.grad, ROUNDING[FP32], case.coarseness())
-
-
-SMALL = [
-    Case(),
-    Case(shape=(3, 13, 5, 7)),
-    Case(shape=(1, 40, 31, 17)),  # a sample's rows are divided among programs
-    Case(shape=(5, 1, 1, 1)),
-    Case(shape=(3, 65, 1, 9), x=FP16, gate=FP16),
-    Case(shape=(2, 24, 7, 7), x=BF16, gate=BF16),
-    Case(shape=(1, 16, 29, 11), x=BF16),
-    Case(shape=(4, 16, 6, 6), gate=FP16),
-]
-
-
-@pytest.mark.parametrize("case", SMALL, ids=str)
-def test_the_kernels_compute_what_fp64_does(case: Case) -> None:
-    _check(case)
-
-
-LARGE = [
-    Case(shape=(96, 32, 112, 112), x=BF16, gate=BF16),
-    Case(shape=(96, 144, 56, 56), x=FP16, gate=FP16),
-    Case(shape=(96, 1152, 7, 7), x=BF16, gate=BF16),
-    Case(shape=(1, 24, 299, 301), x=BF16),
-    Case(shape=(513, 13, 9, 7)),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", LARGE, ids=str)
-def test_the_kernels_compute_what_fp64_does_on_large_maps(case: Case) -> None:
-    _check(case)
 
 
 READERS: dict[str, Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], Tensor]] = {

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 
@@ -32,20 +30,6 @@ def _drawn(case: Case) -> tuple[Tensor, Tensor]:
     return x.to(DEVICE, memory_format=torch.channels_last).requires_grad_(), weight.to(DEVICE).requires_grad_()
 
 
-def _check(case: Case) -> None:
-    x, weight = _drawn(case)
-    exact_x, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
-    y = depthwise_conv(x, weight, stride=case.stride, padding=case.padding)
-    exact = reference.depthwise_conv(exact_x, exact_weight, stride=case.stride, padding=case.padding)
-    dy = torch.randn(exact.shape, generator=torch.Generator().manual_seed(5)).to(DEVICE, case.dtype)
-    y.backward(dy)
-    exact.backward(dy.double())
-    assert y.is_contiguous(memory_format=torch.channels_last)
-    for actual, wanted in ((y, exact), (x.grad, exact_x.grad), (weight.grad, exact_weight.grad)):
-        assert (actual.dtype, actual.shape) == (case.dtype, wanted.shape)
-        assert_close(actual.detach(), wanted.detach(), ROUNDING[case.dtype], 2.0**-20)
-
-
 SMALL = [
     Case(),
     Case(shape=(3, 13, 7, 5), size=5, padding=2),
@@ -57,13 +41,6 @@ SMALL = [
     Case(shape=(3, 1, 1, 1)),
     Case(shape=(1, 2, 2, 2), size=1, padding=2),  # outputs that read nothing
 ]
-
-
-@pytest.mark.parametrize("case", SMALL, ids=str)
-def test_the_kernels_compute_what_fp64_does(case: Case) -> None:
-    _check(case)
-
-
 LARGE = [
     Case(shape=(96, 32, 112, 112), dtype=BF16),
     Case(shape=(96, 96, 112, 112), stride=2, dtype=BF16),
@@ -73,10 +50,19 @@ LARGE = [
 ]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", LARGE, ids=str)
-def test_the_kernels_compute_what_fp64_does_on_large_maps(case: Case) -> None:
-    _check(case)
+@pytest.mark.parametrize("case", [*SMALL, *(pytest.param(case, marks=pytest.mark.gpu) for case in LARGE)], ids=str)
+def test_the_kernels_compute_what_fp64_does(case: Case) -> None:
+    x, weight = _drawn(case)
+    exact_x, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
+    y = depthwise_conv(x, weight, stride=case.stride, padding=case.padding)
+    exact = reference.depthwise_conv(exact_x, exact_weight, stride=case.stride, padding=case.padding)
+    dy = torch.randn(exact.shape, generator=torch.Generator().manual_seed(5)).to(DEVICE, case.dtype)
+    y.backward(dy)
+    exact.backward(dy.double())
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    for actual, wanted in ((y, exact), (x.grad, exact_x.grad), (weight.grad, exact_weight.grad)):
+        assert (actual.dtype, actual.shape) == (case.dtype, wanted.shape)
+        assert_close(actual.detach(), wanted.detach(), ROUNDING[case.dtype], 2.0**-20)
 
 
 def test_an_empty_batch_and_any_memory_format_pass() -> None:

@@ -1,17 +1,14 @@
 """Optimizer state in 8 bits: what a code keeps, and steps that read and write codes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.build import DEVICE
+from tests.kernels.build import DEVICE, interpreted
 from tests.kernels.test_optimizer_step import Model, draw, each_optimizer
 from triaccel_ray.kernels.eight_bits import BLOCK, BLOCK_BYTES, GROUP, decode, encode, num_bytes
 
-# Triton's interpreter computes by NumPy, which warns of NaN and infinity.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = interpreted
 SIZES = [1, GROUP, BLOCK - 1, BLOCK, 3 * BLOCK + 70]
 
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -7,13 +5,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.build import DEVICE, both
+from tests.kernels.build import DEVICE, both, interpreted
 from tests.waiting import no_waiting
 from triaccel_ray.kernels.grad_stats.api import GradStats
 from triaccel_ray.kernels.multi_tensor import TensorTable
 
-# Without a GPU the kernels run through Triton's interpreter, whose NumPy warns of NaN and infinity.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = interpreted
 
 # A chunk's squares are added in fp32, pairwise or in vector lanes: good to a few roundings.
 RTOL = 16 * torch.finfo(torch.float32).eps

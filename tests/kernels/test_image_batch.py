@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from triaccel_ray.kernels.image_batch import image_batch
 from triaccel_ray.kernels.image_batch.reference import draw, draw_centres, mirrored_in
-from triaccel_ray.kernels.image_batch.reference import image_batch as reference
+from triaccel_ray.kernels.image_batch.reference import image_batch as by_pytorch
 
 MEAN, STD = (0.4914, 0.4822, 0.4465, 0.5), (0.2470, 0.2435, 0.2616, 0.25)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -16,13 +16,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where the kernel runs: without a GPU, through Triton's interpreter."""
 
 
+HOW: dict[str, Any] = {"epoch": None, "padding": 4, "reflect": False, "cutout": 0, "dtype": torch.float32}
+
+
 def kernel(*args: Any, **options: Any) -> Tensor:
     """The kernel itself, through Triton's interpreter where the tensors are on a CPU."""
     from triaccel_ray.kernels.image_batch.triton import image_batch as launch
 
-    return launch(
-        *args, **{"epoch": None, "padding": 4, "reflect": False, "cutout": 0, "dtype": torch.float32, **options}
-    )
+    return launch(*args, **{**HOW, **options})
+
+
+def reference(*args: Any, **options: Any) -> Tensor:
+    return by_pytorch(*args, **{**HOW, **options})
 
 
 def constants(channels: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -78,7 +83,7 @@ def test_the_kernel_makes_what_float64_makes(
     poison = torch.full((5 * images[0].numel(),), torch.nan, dtype=dtype, device=DEVICE)
     del poison  # a GPU's allocator hands the same bytes out again: what the kernel leaves unwritten shows
     for make in (kernel, reference):
-        batch = make(*on_device, key=here, epoch=None, padding=padding, reflect=reflect, cutout=0, dtype=dtype)
+        batch = make(*on_device, key=here, padding=padding, reflect=reflect, dtype=dtype)
         assert batch.dtype is dtype
         assert batch.is_contiguous(memory_format=torch.channels_last)
         assert (batch.cpu().double() - exact).abs().max() <= tolerance(dtype)
@@ -87,15 +92,11 @@ def test_the_kernel_makes_what_float64_makes(
 @pytest.mark.parametrize("key", [0, 2**32, 2**63 - 1, -(2**63), 0x123456789ABCDEF])
 def test_kernel_and_reference_draw_the_same_by_the_key_alone(key: int) -> None:
     arguments = [t.to(DEVICE) for t in (places(12), torch.arange(12), torch.ones(1), torch.zeros(1))]
-
-    def made(make: Callable[..., Tensor], key: int) -> Tensor:
-        how: dict[str, Any] = {"epoch": None, "padding": 4, "reflect": False, "cutout": 0, "dtype": torch.float32}
-        return make(*arguments, key=torch.tensor(key, device=DEVICE), **how)
-
-    expected = made(reference, key)
+    this, other = torch.tensor(key, device=DEVICE), torch.tensor(key ^ 1, device=DEVICE)
+    expected = reference(*arguments, key=this)
     torch.rand(1)
-    assert torch.equal(made(kernel, key), expected)
-    assert not torch.equal(made(reference, key ^ 1), expected)
+    assert torch.equal(kernel(*arguments, key=this), expected)
+    assert not torch.equal(reference(*arguments, key=other), expected)
 
 
 @pytest.mark.parametrize(("make", "num"), [(kernel, 48), (image_batch, 2048)])

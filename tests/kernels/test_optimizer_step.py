@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -8,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.build import DEVICE, both
+from tests.kernels.build import DEVICE, both, interpreted
 from tests.waiting import no_waiting
 from triaccel_ray.kernels.multi_tensor import TensorTable
 from triaccel_ray.kernels.optimizer_step.api import AdamWStep, SgdStep
 
-# Without a GPU the kernels run through Triton's interpreter, whose NumPy warns of NaN and infinity.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = interpreted
 each_optimizer = pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 EPS = torch.finfo(torch.float32).eps
 

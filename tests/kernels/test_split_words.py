@@ -1,17 +1,14 @@
 """Weights in two words: exact, and stepped bit for bit as their FP32 numbers would be."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.build import both
+from tests.kernels.build import both, interpreted
 from tests.kernels.test_optimizer_step import COPY_DTYPES, Model, draw, each_optimizer
 from triaccel_ray.kernels.split_words import join, split
 
-# Triton's interpreter computes by NumPy, which warns of NaN and infinity.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = interpreted
 EDGES = [0x00000000, 0x00000001, 0x00007FFF, 0x00008000, 0x007FFFFF, 0x3F800000, 0x3F808000, 0x3F807FFF, 0x3F818000,
          0x7F7F7FFF, 0x7F7FFFFF, 0x7F800000]  # fmt: skip
 NANS = [0x7F800001, 0x7FC00000, 0x7FFF7FFF, 0x7FFFFFFF]

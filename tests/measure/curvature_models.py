@@ -1,7 +1,5 @@
 """Small models that are awkward to measure, each in its own way; shared by the tests of curvature."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from tests.measure import dense_curvature as dense
 from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.measure.budget import Limits
 from triaccel_ray.measure.curvature.gram import GramMethod
@@ -250,6 +249,15 @@ def meter_of(
 
 def draws(device: str = "cpu", *, seed: int = 0) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
+
+
+def assert_blocks(
+    estimate: CurvatureEstimate, model: nn.Module, inputs: Any, targets: Any, method: str, loss: Loss = F.cross_entropy
+) -> None:
+    """Asserts that the estimate's eigenvalues of each layer are the largest of its dense block."""
+    block = dense.fisher_block if method == "fisher" else dense.ggn_block
+    for layer, found in zip(find_layers(model), estimate.eigenvalues, strict=True):
+        assert_spectrum(found, dense.largest(block(model, loss, inputs, targets, layer), len(found)))
 
 
 def assert_spectrum(found: Tensor, expected: Tensor) -> None:

@@ -1,7 +1,5 @@
 """Dense curvature blocks in FP64, each from its definition: the references of test_curvature."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from triaccel_ray.measure.budget import Limits, Probe, limits_within, predicted_seconds

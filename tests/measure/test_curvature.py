@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gc
 import math
 import weakref
@@ -19,7 +17,7 @@ from tests.measure.curvature_models import (
     NUM_SAMPLES,
     ROUNDING,
     Quadratic,
-    assert_spectrum,
+    assert_blocks,
     directly,
     make,
     mean_output,
@@ -37,10 +35,8 @@ from triaccel_ray.model.pytree import tensors_in
 @pytest.mark.parametrize("method", ["fisher", "ggn"])
 def test_fisher_and_ggn_are_the_dense_blocks(method: str, name: str, loss: Any) -> None:
     model, inputs, targets = make(name)
-    block = dense.fisher_block if method == "fisher" else dense.ggn_block
     estimate = directly(model, inputs, targets, method, 4, loss=loss)
-    for layer, found in zip(find_layers(model), estimate.eigenvalues, strict=True):
-        assert_spectrum(found, dense.largest(block(model, loss, inputs, targets, layer), 4))
+    assert_blocks(estimate, model, inputs, targets, method, loss)
     assert tuple(estimate.fallbacks) == FALLBACK.get(name, ())
     assert (estimate.noise is None) == (method == "ggn")
 

@@ -1,7 +1,5 @@
 """Models, inputs and outputs as they come, and what can be measured of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.measure import dense_curvature as dense
 from tests.measure.curvature_models import (
     METHODS,
     NUM_CLASSES,
     NUM_SAMPLES,
     Bilinear,
     ConvNet,
-    assert_spectrum,
+    assert_blocks,
     classes,
     directly,
     images,
@@ -26,15 +23,13 @@ from tests.measure.curvature_models import (
     sequences,
     vectors,
 )
-from triaccel_ray.model.layers import find_layers
 
 
 def assert_fisher(
     model: nn.Module, inputs: Tensor, targets: Tensor, *, loss: Any = F.cross_entropy, fallback: tuple[str, ...] = ()
 ) -> None:
     estimate = directly(model, inputs, targets, top_k=3, loss=loss)
-    for layer, found in zip(find_layers(model), estimate.eigenvalues, strict=True):
-        assert_spectrum(found, dense.largest(dense.fisher_block(model, loss, inputs, targets, layer), 3))
+    assert_blocks(estimate, model, inputs, targets, "fisher", loss)
     assert tuple(estimate.fallbacks) == fallback
 
 
@@ -209,10 +204,8 @@ def test_ggn_measures_several_outputs_of_a_sample() -> None:
     def by_position(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.reshape(-1, NUM_CLASSES), targets.flatten())
 
-    found = directly(model, inputs, targets, "ggn", 3, loss=by_position).eigenvalues
-    flat = nn.Sequential(model, nn.Flatten())
-    for layer, row in zip(find_layers(model), found, strict=True):
-        assert_spectrum(row, dense.largest(dense.ggn_block(flat, by_position, inputs, targets, layer), 3))
+    estimate = directly(model, inputs, targets, "ggn", 3, loss=by_position)
+    assert_blocks(estimate, nn.Sequential(model, nn.Flatten()), inputs, targets, "ggn", by_position)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import math
 import time
@@ -11,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.build import Limited
-from tests.measure import dense_curvature as dense
 from tests.measure.curvature_models import (
     CASES,
     FALLBACK,
     METHODS,
     NUM_CLASSES,
     Bilinear,
+    assert_blocks,
     directly,
     draws,
     make,
@@ -29,7 +27,6 @@ from triaccel_ray.measure.budget import Limits, Probe
 from triaccel_ray.measure.curvature import meter as meter_module
 from triaccel_ray.measure.curvature.meter import CurvatureMeter, Stage
 from triaccel_ray.measure.curvature.objective import tensor_cores
-from triaccel_ray.model.layers import find_layers
 
 
 @pytest.mark.parametrize("method", ["fisher", "ggn"])
@@ -99,12 +96,9 @@ def test_a_course_that_depends_on_the_samples_is_measured_sample_by_sample(metho
     inputs, targets = torch.randn(6, 5, dtype=torch.float64), torch.randint(NUM_CLASSES, (6,))
     inputs[:, 0] = inputs[:, 0].abs() * torch.tensor(signs)
     meter = meter_of(model, method, top_k=3)
-    block = dense.fisher_block if method == "fisher" else dense.ggn_block
     for _ in range(2):
         found = meter.measure(inputs, targets, draws())
-        for layer, row in zip(find_layers(model), found.eigenvalues, strict=True):
-            expected = dense.largest(block(model, F.cross_entropy, inputs, targets, layer), 3)
-            torch.testing.assert_close(row.double(), expected, rtol=1e-5, atol=1e-7)
+        assert_blocks(found, model, inputs, targets, method)
     assert set(found.fallbacks) >= {"experts.0", "experts.1"}
 
 

@@ -1,7 +1,5 @@
 """A measurement changes nothing of the model and its caller, and nothing of the caller changes it."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from typing import Any

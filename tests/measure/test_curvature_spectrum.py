@@ -1,16 +1,10 @@
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from triaccel_ray.measure.curvature.spectrum import (
-    largest_eigenvalues,
-    reduce_matrices,
-    ritz_matrices,
-)
+from triaccel_ray.measure.curvature.spectrum import largest_eigenvalues, reduce_matrices, ritz_matrices
 
 ORDER = 32
 

@@ -3,8 +3,6 @@
 Mostly on the CPU, with a pool that runs what a GPU would capture.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import weakref

@@ -6,13 +6,7 @@ import torch
 
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError
-from triaccel_ray.measure.memory import (
-    LAZY_LOADING_BYTES,
-    MIB,
-    CudaMemory,
-    ResidentMemory,
-    memory_meter,
-)
+from triaccel_ray.measure.memory import LAZY_LOADING_BYTES, MIB, CudaMemory, ResidentMemory, memory_meter
 
 CPU = torch.device("cpu")
 

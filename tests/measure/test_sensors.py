@@ -4,13 +4,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.build import FP32
-from tests.measure.build import PLAN, read, sensors_of
+from tests.build import FP32, collected, mlp
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate
-from triaccel_ray.measure.sensors import copied_to_host
-from triaccel_ray.records.plan import Fault, FaultKind, Precision
-from triaccel_ray.records.signals import NoiseSignal
+from triaccel_ray.measure.memory import ResidentMemory
+from triaccel_ray.measure.moments import GradientMoments
+from triaccel_ray.measure.sensors import Sensors, copied_to_host
+from triaccel_ray.measure.timing import StepTimer
+from triaccel_ray.model.layers import find_layers
+from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision
+from triaccel_ray.records.signals import NoiseSignal, Observation
 
+PLAN = Plan(batch_size=8, precision={"0": FP32, "2": FP32, "4": FP32})
 FAULT = Fault(kind=FaultKind.OUT_OF_MEMORY, step=3, phase="forward_backward", batch_size=8, micro_batch_size=4)
 NAN = math.nan
 ESTIMATE = CurvatureEstimate(
@@ -19,6 +23,26 @@ ESTIMATE = CurvatureEstimate(
     noise=torch.tensor([-0.25, 7.0], dtype=torch.float64),
 )
 WITHOUT_NOISE = CurvatureEstimate(matrices=ESTIMATE.matrices, counts=ESTIMATE.counts)
+
+
+def sensors_of() -> Sensors:
+    """Sensors of a small network that has taken a step."""
+    model = mlp()
+    layers = find_layers(model)
+    named: list[tuple[str, tuple[Precision, ...]]] = [(layer.name, tuple(Precision)) for layer in layers]
+    named[1] = ("2", (FP32,))
+    moments = GradientMoments(layers, list(model.parameters()), beta=0.5)
+    sensors = Sensors(
+        named, moments, ResidentMemory(None), StepTimer(torch.device("cpu")), torch.zeros(2, dtype=torch.float64)
+    )
+    model[0].weight.grad = torch.arange(model[0].weight.numel()).view_as(model[0].weight).float()
+    moments.update(collected(model), torch.tensor(2.0))
+    return sensors
+
+
+def read(sensors: Sensors, tick: int = 4) -> Observation:
+    scale = torch.tensor([1024.0, 3.0, 2.0], dtype=torch.float64)  # the scale, steps skipped, of these in a row
+    return sensors.read(PLAN, scale, step=100, tick=tick, epoch=1.5)()
 
 
 def test_a_reading_holds_what_was_seen() -> None:
