@@ -25,8 +25,8 @@ _PRODUCTS = {
     )
 }
 """Forward functions that multiply by their parameters and add them, and do nothing else with them."""
-_PRODUCT_OF_OTHERS = "transformers.pytorch_utils.Conv1D.forward"
-"""GPT-2's linear layer does the same."""
+_LINEAR_OF_GPT2 = "transformers.pytorch_utils.Conv1D"
+"""Name of a class that does the same."""
 
 
 class Weights:
@@ -201,8 +201,8 @@ def multiplied_parameters(layers: Sequence[Layer]) -> set[int]:
 
 
 def _only_multiplies(module: nn.Module) -> bool:
-    forward = type(module).forward
-    is_product = forward in _PRODUCTS or f"{forward.__module__}.{forward.__qualname__}" == _PRODUCT_OF_OTHERS
+    kind = type(module)
+    is_product = kind.forward in _PRODUCTS or f"{kind.__module__}.{kind.__qualname__}" == _LINEAR_OF_GPT2
     return is_product and "forward" not in module.__dict__
 
 
