@@ -245,9 +245,11 @@ def alone_on_each(num_gpus: int, runs: list[Run]) -> list[dict[str, Any]]:
     def figures_on_a_free_gpu(run: Run) -> dict[str, Any]:
         index = free.get()
         try:
-            return figures_of(replace(run, num_gpus=1, first_gpu=index))
+            found = figures_of(replace(run, num_gpus=1, first_gpu=index))
         finally:
             free.put(index)
+        print(f"{run.model:16} {run.method:13} 1 GPU {found['rate']:9.0f}/s", flush=True)
+        return found
 
     with ThreadPoolExecutor(num_gpus) as pool:
         return list(pool.map(figures_on_a_free_gpu, runs))
