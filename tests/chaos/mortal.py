@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -93,8 +94,14 @@ def trained(folder: Path, gpus: str, meanwhile: Callable[[], None] = lambda: Non
 
 
 def processes(name: str) -> list[int]:
-    found = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"]]
-    return [each.pid for each in found if each.info["cmdline"][0].startswith(f"ray::{name}")]
+    """Ray's processes of this name, orphans too; other workers of pytest-xdist have their own."""
+    own, found = os.environ.get("PYTEST_XDIST_WORKER"), []
+    for each in psutil.process_iter(["cmdline"]):
+        if each.info["cmdline"] and each.info["cmdline"][0].startswith(f"ray::{name}"):
+            with contextlib.suppress(psutil.Error):  # it has ended since
+                if each.environ().get("PYTEST_XDIST_WORKER") == own:
+                    found.append(each.pid)
+    return found
 
 
 def assert_whole(folder: Path) -> None:
