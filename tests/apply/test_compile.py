@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.apply.captured import faults_of, fixed, loop_of
 from tests.build import BF16, FP32
@@ -86,6 +87,28 @@ def test_equal_blocks_share_compiled_code_and_a_plan_adds_only_its_variants(has_
     assert len(seen) == 2
     assert exact.dtype is torch.float32
     torch.testing.assert_close(outputs.float(), exact, rtol=0.1, atol=0.1)
+
+
+class Checkpointed(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_a_checkpoint_within_compiled_code_does_not_split_it() -> None:
+    seen: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    model = nn.Sequential(Checkpointed(4), Checkpointed(4))
+    layers = find_layers(model)
+    precision = LayerPrecision(model, layers, weights=ComputeCopies(layers, model.parameters()))
+    precision.set({layer.name: BF16 for layer in layers})
+    compiled = torch.compile(model, backend=backend)
+    with Compilation(model).in_force(), precision.in_force():
+        compiled(torch.ones(3, 4, requires_grad=True)).sum().backward()
+    assert len(seen) == 1
 
 
 def test_norms_and_embeddings_beside_the_blocks_are_compiled_one_by_one() -> None:
