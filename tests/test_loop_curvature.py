@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.build import (
+    BF16,
     QUIET,
     ConvNet,
     Limited,
@@ -20,10 +21,24 @@ from tests.build import (
     same,
     values,
 )
-from triaccel_ray.config import CurvatureConfig
+from triaccel_ray.config import CurvatureConfig, PrecisionConfig
+from triaccel_ray.control.curvature import ScheduledCurvature
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.records.events import Tick
 from triaccel_ray.records.plan import FaultKind
+
+
+def test_the_dry_run_comes_before_layers_leave_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of weights in 16 bits would add to its peak."""
+    seen = []
+    monkeypatch.setattr(
+        ScheduledCurvature, "dry_run", lambda self: seen.append(set(self._training.precision.dtypes.values()))
+    )
+    precision = PrecisionConfig(enabled=False, initial=BF16, allow_slow_precisions=True)
+    loop, _ = loop_of(mlp(), blobs(32), replace(QUIET, precision=precision))
+    assert seen == [{torch.float32}]
+    assert set(loop._training.precision.dtypes.values()) == {torch.bfloat16}
+    loop.close()
 
 
 class Moody(Limited):

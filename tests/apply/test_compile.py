@@ -50,21 +50,30 @@ def test_the_largest_blocks_that_repeat_are_found_whatever_holds_them() -> None:
     assert found(nn.Sequential(Block(4), Block(4), nn.Linear(100, 100))) == []
 
 
-@pytest.mark.parametrize("has_copies", [False, True])
-def test_equal_blocks_share_compiled_code_and_a_plan_adds_only_its_variants(has_copies: bool) -> None:
-    """Compiled code must depend on the dtypes of a block's layers alone, not on which block it is."""
-    seen: list[Any] = []
+Graphs = list[torch.fx.GraphModule]
+
+
+def recorded_by(seen: Graphs) -> Any:
+    """A backend that appends each graph to `seen`, and runs it as it is."""
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
         seen.append(graph)
         return graph.forward
 
+    return backend
+
+
+@pytest.mark.parametrize("has_copies", [False, True])
+def test_equal_blocks_share_compiled_code_and_a_plan_adds_only_its_variants(has_copies: bool) -> None:
+    """Compiled code must depend on the dtypes of a block's layers alone, not on which block it is."""
+    seen: Graphs = []
     blocks = [Block(4) for _ in range(4)]
     model = nn.Sequential(*blocks)
     layers = find_layers(model)
     weights = ComputeCopies(layers, model.parameters()) if has_copies else Weights()
     precision = LayerPrecision(model, layers, weights=weights)
     precision.set({layer.name: BF16 for layer in layers})
+    backend = recorded_by(seen)  # one for all: PyTorch compiles again for another
     for block in blocks:
         block.compile(backend=backend, dynamic=True)
     for size in (3, 5):
@@ -95,17 +104,12 @@ class Checkpointed(Block):
 
 
 def test_a_checkpoint_within_compiled_code_does_not_split_it() -> None:
-    seen: list[Any] = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        seen.append(graph)
-        return graph.forward
-
+    seen: Graphs = []
     model = nn.Sequential(Checkpointed(4), Checkpointed(4))
     layers = find_layers(model)
     precision = LayerPrecision(model, layers, weights=ComputeCopies(layers, model.parameters()))
     precision.set({layer.name: BF16 for layer in layers})
-    compiled = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend=recorded_by(seen))
     with Compilation(model).in_force(), precision.in_force():
         compiled(torch.ones(3, 4, requires_grad=True)).sum().backward()
     assert len(seen) == 1

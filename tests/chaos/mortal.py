@@ -98,7 +98,7 @@ def processes(name: str) -> list[int]:
     own, found = os.environ.get("PYTEST_XDIST_WORKER"), []
     for each in psutil.process_iter(["cmdline"]):
         if each.info["cmdline"] and each.info["cmdline"][0].startswith(f"ray::{name}"):
-            with contextlib.suppress(psutil.Error):  # it has ended since
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended, or is another user's
                 if each.environ().get("PYTEST_XDIST_WORKER") == own:
                     found.append(each.pid)
     return found
