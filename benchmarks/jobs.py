@@ -16,15 +16,15 @@ from triaccel_ray.trainables.text import GPT
 
 SIZES = {
     "convnext_tiny": 64, "vit_small": 64, "bert_base": 32, "gpt": 64, "resnet18": 96, "resnet18_512": 512,
-    "efficientnet_b0": 96, "gpt_350m": 4, "resnet152": 64,
+    "efficientnet_b0": 96, "gpt_350m": 4, "gpt_350m_16": 16, "resnet152": 64,
 }  # fmt: skip
 """Model -> batch size."""
-GPTS = {"gpt": (6, 384, 6, 256), "gpt_350m": (24, 1024, 16, 1024)}
+GPTS = {"gpt": (6, 384, 6, 256), "gpt_350m": (24, 1024, 16, 1024), "gpt_350m_16": (24, 1024, 16, 1024)}
 """Model -> blocks, width, heads, tokens."""
 NEEDS = {"convnext_tiny": "timm", "vit_small": "timm", "bert_base": "transformers", "resnet152": "torchvision"}
 NUM_SAMPLES = {
     "convnext_tiny": 2048, "vit_small": 2048, "efficientnet_b0": 2016, "resnet18": 4128, "gpt_350m": 512,
-    "resnet152": 512,
+    "gpt_350m_16": 512, "resnet152": 512,
 }  # fmt: skip
 """Model -> number of samples, in whole batches; 4096 for other models."""
 
@@ -47,10 +47,10 @@ def installed(names: Sequence[str]) -> list[str]:
     return [name for name in names if name not in NEEDS or find_spec(NEEDS[name])]
 
 
-def job_of(name: str, seed: int = 0) -> Job:
-    """Returns the job for a model of `SIZES`, on the GPU."""
+def job_of(name: str, seed: int = 0, num_samples: int = 0) -> Job:
+    """Returns the job for a model of `SIZES`, on the GPU, with at least so many samples."""
     torch.manual_seed(seed)
-    num_samples = NUM_SAMPLES.get(name, 4096)
+    num_samples = max(num_samples, NUM_SAMPLES.get(name, 4096))
     if name in GPTS:
         layers, width, heads, context = GPTS[name]
         text = torch.randint(0, 96, (num_samples, context + 1), device="cuda")

@@ -1,6 +1,6 @@
 """Samples per second on several GPUs relative to one: the control loop, and DDP with `torch.compile`.
 
-    python -m benchmarks.many_gpus --gpus 2 --models resnet18 gpt_350m --prewarm
+    python -m benchmarks.many_gpus --gpus 2 4 8 --models resnet18 gpt_350m --prewarm
 
 Methods:
     ddp            BF16 autocast, `DistributedDataParallel` with `gradient_as_bucket_view`, `torch.compile` around it
@@ -11,8 +11,8 @@ Methods:
     sharded-split  sharded, with weights="split"
 
 Each GPU has the batch of `benchmarks.jobs.SIZES`. Each figure is the mean of 5 stretches of steps, with the slowest and
-the fastest. If weights differ at the end, it fails. Runs on one GPU share the machine, one on each GPU. With
-`--prewarm`, `ddp` and `bare` of all models compile at once first.
+the fastest. If weights differ at the end, it fails. Runs share the machine, each with GPUs of its own. With
+`--prewarm`, `ddp`, `ddp-bf16` and `bare` of all models compile at once first.
 
 It also measures latency and bandwidth of an all-reduce, and predicts from them how each model scales to more GPUs. With
 step time t(N) on N GPUs, and c(N) the time of a ring all-reduce of all gradients:
@@ -33,10 +33,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import SimpleQueue
+from threading import Condition
 from typing import Any
 
 import torch
@@ -51,7 +51,11 @@ from triaccel_ray.apply.reduce import MOST_RANKS_IN_16_BITS
 from triaccel_ray.measure.timing import synchronize
 
 METHODS = ("ddp", "ddp-bf16", "loop", "bare", "sharded", "sharded-split")
+PREWARMED = "ddp", "ddp-bf16", "bare"
+"""Methods that need code which the others use, too."""
 WARM_STEPS, STRETCHES = 60, 5
+LEAST_BATCHES = 8
+"""Number of batches in an epoch, at least."""
 GPUS_PER_HOST = 8
 PREDICTED = (4, 8, 64, 512)
 LARGE_BYTES = 2**28
@@ -75,7 +79,7 @@ def ddp(job: Job, rank: int, num_gpus: int, *, in_bf16: bool) -> Callable[[], An
     optimizer, model = optimizer_of(job), job.model.train()
     if num_gpus > 1:
         wrap = torch.nn.parallel.DistributedDataParallel
-        model = wrap(model, device_ids=[rank], gradient_as_bucket_view=True)
+        model = wrap(model, device_ids=[torch.cuda.current_device()], gradient_as_bucket_view=True)
         if in_bf16:
             model.register_comm_hook(None, bf16_compress_hook)
     forward = torch.compile(model, dynamic=False)
@@ -99,7 +103,7 @@ def measure(rank: int, run: Run, folder: str) -> None:
     if num_gpus > 1:
         store = f"file://{folder}/store"
         distributed.init_process_group("nccl", init_method=store, rank=rank, world_size=num_gpus)
-    job = replace(job_of(run.model), batch_size=batch_size)
+    job = replace(job_of(run.model, num_samples=LEAST_BATCHES * batch_size), batch_size=batch_size)
     loop: Any = None
     if run.method.startswith("ddp"):
         step = ddp(job, rank, num_gpus, in_bf16=run.method == "ddp-bf16")
@@ -194,65 +198,84 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", default=["resnet18", "vit_small", "gpt", "gpt_350m"], choices=SIZES)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[2], help="numbers of GPUs, each compared with one")
     parser.add_argument("--steps", type=int, default=500, help="steps that are timed")
-    parser.add_argument("--prewarm", action="store_true", help="compile ddp and bare of all models at once first")
+    parser.add_argument("--prewarm", action="store_true", help="compile all models at once first")
     parser.add_argument("--network", type=float, default=50.0, help="assumed GB/s of each GPU between hosts")
     args = parser.parse_args()
-    if not has_gpus(args.gpus):
+    most = max(args.gpus)
+    if min(args.gpus) < 2:
+        parser.error("--gpus: each number must be at least 2, to be compared with one GPU")
+    if not has_gpus(most):
         return 1
-    together = [
-        Run(model=model, method=method, num_gpus=args.gpus, num_steps=args.steps)
+    alone = [
+        Run(model=model, method=method, num_gpus=1, num_steps=args.steps)
         for model, method in itertools.product(installed(args.models), args.methods)
     ]
-    if args.prewarm:
-        apart = [run for run in together if run.method in ("ddp", "bare")]  # the others have the code of one of these
-        apart += [replace(run, num_gpus=1, first_gpu=index % args.gpus) for index, run in enumerate(apart)]
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda run: figures_of(replace(run, num_steps=STRETCHES)), apart))
-    link = spawned(measure_link, args.gpus, args.gpus)
+    if args.prewarm:  # two GPUs need the code of any number
+        short = [replace(run, num_steps=STRETCHES) for run in alone if run.method in PREWARMED]
+        short += [replace(run, num_gpus=2) for run in short]
+        with ThreadPoolExecutor(len(short)) as pool:
+            placed = [replace(run, first_gpu=index % (most // 2) * 2) for index, run in enumerate(short)]
+            list(pool.map(figures_of, placed))
+    link = spawned(measure_link, most, most)
     print(
         f"all-reduce: {1e3 * link['latency_ms']:.0f} us of latency, {link['bytes_per_ms'] / 1e6:.0f} GB/s", flush=True
     )
-    failed = 0
-    for run, alone in zip(together, alone_on_each(args.gpus, together), strict=True):
-        found = figures_of(run)
-        failed |= not found["equal"]
-        print(
-            f"{run.model:16} {run.method:13} 1 GPU {alone['rate']:9.0f}/s, {args.gpus} GPUs {found['rate']:9.0f}/s "
-            f"({found['range'][0]:.0f} to {found['range'][1]:.0f}): x {found['rate'] / alone['rate']:.2f}, "
-            f"allocator {alone['peak']:.2f} and {found['peak']:.2f} GiB"
-            + (f", {found['captured']} graphs" if "captured" in found else "")
-            + ("" if found["equal"] else "  WEIGHTS DIFFER"),
-            flush=True,
-        )
-        steps_ms = 1e3 * SIZES[run.model] / alone["rate"], 1e3 * SIZES[run.model] * args.gpus / found["rate"]
-        ratios = []
-        for number in PREDICTED:
-            num_bytes = [sent_bytes(run.method, alone["elements"], each) for each in (args.gpus, number)]
-            ratio = predicted_ratio(link, num_bytes, steps_ms, (args.gpus, number), 1e6 * args.network)
-            ratios.append(f"{number}: {ratio:.1f}")
-        print(f"{'':16} {'':13} predicted: {', '.join(ratios)}", flush=True)
-    return failed
+    found = figures_on_free_gpus(most, [replace(run, num_gpus=number) for number in (1, *args.gpus) for run in alone])
+    for run, number in itertools.product(alone, args.gpus):
+        print_row(replace(run, num_gpus=number), found[run], found[replace(run, num_gpus=number)], link, args.network)
+    return int(not all(each["equal"] for each in found.values()))
 
 
-def alone_on_each(num_gpus: int, runs: list[Run]) -> list[dict[str, Any]]:
-    """Returns the figures of each run on one GPU; as many train at once as there are GPUs."""
-    free: SimpleQueue[int] = SimpleQueue()
-    for index in range(num_gpus):
-        free.put(index)
+def print_row(
+    run: Run, alone: dict[str, Any], together: dict[str, Any], link: dict[str, float], network: float
+) -> None:
+    """Prints the figures of a run on several GPUs beside those of one GPU, and the prediction for more GPUs."""
+    number = run.num_gpus
+    print(
+        f"{run.model:16} {run.method:13} 1 GPU {alone['rate']:9.0f}/s, {number} GPUs {together['rate']:9.0f}/s "
+        f"({together['range'][0]:.0f} to {together['range'][1]:.0f}): x {together['rate'] / alone['rate']:.2f}, "
+        f"allocator {alone['peak']:.2f} and {together['peak']:.2f} GiB"
+        + (f", {together['captured']} graphs" if "captured" in together else "")
+        + ("" if together["equal"] else "  WEIGHTS DIFFER"),
+        flush=True,
+    )
+    steps_ms = 1e3 * SIZES[run.model] / alone["rate"], 1e3 * SIZES[run.model] * number / together["rate"]
+    ratios = []
+    for wanted in PREDICTED:
+        num_bytes = [sent_bytes(run.method, alone["elements"], each) for each in (number, wanted)]
+        ratio = predicted_ratio(link, num_bytes, steps_ms, (number, wanted), 1e6 * network)
+        ratios.append(f"{wanted}: {ratio:.1f}")
+    print(f"{'':16} {'':13} predicted: {', '.join(ratios)}", flush=True)
 
-    def figures_on_a_free_gpu(run: Run) -> dict[str, Any]:
-        index = free.get()
+
+def figures_on_free_gpus(num_gpus: int, runs: Sequence[Run]) -> dict[Run, dict[str, Any]]:
+    """Returns the figures of each run; as many train at once, in this order, as the machine has GPUs for."""
+    is_free, changed = [True] * num_gpus, Condition()
+
+    def first_of(number: int) -> int | None:
+        return next((first for first in range(num_gpus - number + 1) if all(is_free[first : first + number])), None)
+
+    def train(run: Run, first: int) -> dict[str, Any]:
         try:
-            found = figures_of(replace(run, num_gpus=1, first_gpu=index))
+            found = figures_of(replace(run, first_gpu=first))
         finally:
-            free.put(index)
-        print(f"{run.model:16} {run.method:13} 1 GPU {found['rate']:9.0f}/s", flush=True)
+            with changed:
+                is_free[first : first + run.num_gpus] = [True] * run.num_gpus
+                changed.notify()
+        print(f"{run.model:16} {run.method:13} {run.num_gpus} GPUs {found['rate']:9.0f}/s", flush=True)
         return found
 
+    futures: dict[Run, Future[dict[str, Any]]] = {}
     with ThreadPoolExecutor(num_gpus) as pool:
-        return list(pool.map(figures_on_a_free_gpu, runs))
+        for run in runs:
+            with changed:
+                while (first := first_of(run.num_gpus)) is None:
+                    changed.wait()
+                is_free[first : first + run.num_gpus] = [False] * run.num_gpus
+            futures[run] = pool.submit(train, run, first)
+    return {run: future.result() for run, future in futures.items()}
 
 
 def figures_of(run: Run) -> dict[str, Any]:
