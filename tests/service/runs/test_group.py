@@ -11,11 +11,13 @@ import psutil
 import pytest
 import ray
 import torch
+from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator
 from torch import Tensor
 
 from tests.service.runs.several import NUM_SAMPLES, Several, samples_of_epochs, several_spec, told
 from tests.service.waiting import wait_until
 from triaccel_ray.service.failures import RunFailedError
+from triaccel_ray.service.runs import rank_failures
 from triaccel_ray.service.runs.mailbox import Mailbox, Progress
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.runs import run_all
@@ -112,6 +114,16 @@ def test_an_error_of_one_rank_before_training_leaves_no_run(tmp_path: Path) -> N
     assert "only here" in str(error)
     assert not (tmp_path / "run" / EVENTS).exists()
     assert_gone()
+
+
+def test_ray_train_looks_at_the_cluster_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a loss; the request uses a part of Ray that is not public."""
+    coordinator = default_autoscaling_coordinator.get_or_create_autoscaling_coordinator()
+    ray.get(coordinator.request_resources.remote("group", [{"CPU": 1}], expire_after_s=60))
+    node = ray.get_runtime_context().get_node_id()
+    monkeypatch.setattr(rank_failures, "_LOOK_S", 1)
+    rank_failures.look_at_cluster()
+    assert node in ray.get(coordinator.get_reserved_resources.remote("group"))
 
 
 def test_losses_are_counted_since_the_last_epoch_that_is_new() -> None:

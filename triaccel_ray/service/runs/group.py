@@ -33,12 +33,12 @@ from triaccel_ray.service.storage.training_folder import TrainingFolder
 
 RESIZE_INTERVAL_S = 10.0
 """An elastic group looks for more GPUs this often. Ray Train learns of new machines every 20 s."""
+_WAIT_FOR_GPUS_S = 5.0
+"""Longest time that an elastic group waits for GPUs, some of which may be on a lost machine, before it counts again."""
 _STOP_S = 60.0
 """Longest time for the ranks to end when they are asked to."""
 _RAY_TRAIN = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a lost rank is noticed after 2 s otherwise
-    # Ray Train learns of a lost machine after up to 20 s, and may wait for its GPUs until then. It retries for ever.
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process more, for notices that nothing here acts on
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a task's relative paths start at the command's folder
 }
@@ -113,8 +113,10 @@ def _trainer(job: GroupJob, mailbox: Any, folder: str) -> Any:
     from ray.train.torch import TorchTrainer
     from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 
-    os.environ.update(_RAY_TRAIN)
     least, most = job.spec.gpu_range
+    os.environ.update(_RAY_TRAIN)
+    if least < most:
+        os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(_WAIT_FOR_GPUS_S)
     return TorchTrainer(
         functools.partial(train_rank, job, mailbox),
         scaling_config=ScalingConfig(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ray.train import UserCallback
+
+_LOOK_S = 60
+"""Seconds for which the cluster is looked at after a loss. Ray notices a lost machine after some 15 s."""
 
 
 class RankFailedError(RuntimeError):
@@ -46,3 +52,16 @@ class EndOnFailure(UserCallback):
             raise TooManyLossesError(
                 f"a process was lost {num_losses} times without an epoch in between, the last time so: {last}"
             )
+        threading.Thread(target=look_at_cluster, name="look-at-cluster", daemon=True).start()
+
+
+def look_at_cluster() -> None:
+    """Has Ray Train see every second which machines there are; by itself it looks every 20 s."""
+    # There is no public way. Importing this takes long, and only Ray Train's controller comes here, which has it.
+    from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as autoscaling
+
+    coordinator = autoscaling.get_or_create_autoscaling_coordinator()
+    with contextlib.suppress(ray.exceptions.RayActorError):  # the cluster ends
+        for _ in range(_LOOK_S):
+            ray.get(coordinator.get_reserved_resources.remote("", recompute=True))
+            time.sleep(1.0)
