@@ -1,6 +1,8 @@
 import contextlib
 import math
 import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -218,6 +220,37 @@ def test_a_single_sample_is_probed_after_memory_ran_out_for_two() -> None:
     seen[:] = [0]
     meter.prepare(inputs, targets, budget_bytes=2**30)
     assert seen[-1] == 1
+
+
+class Saved:
+    """A tensor that a graph holds for its backward pass."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def most_saved(run: Callable[[], Any]) -> int:
+    """Returns the most bytes that graphs hold at once."""
+    sizes = [0]
+
+    def pack(tensor: Tensor) -> Saved:
+        saved, size = Saved(tensor.detach()), tensor.nbytes
+        sizes.append(sizes[-1] + size)
+        weakref.finalize(saved, lambda: sizes.append(sizes[-1] - size))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        run()
+    return max(sizes)
+
+
+@pytest.mark.parametrize("method", ["fisher", "ggn"])
+def test_the_dry_run_holds_the_graph_of_two_samples_at_most(method: Any) -> None:
+    model, inputs, targets = make("convolutions")
+    meter = meter_of(model, method)
+    of_two = most_saved(lambda: F.cross_entropy(model(inputs[:2]), targets[:2]))
+    assert most_saved(lambda: meter.dry_run(inputs[:2], targets[:2])) < 1.2 * of_two
+    assert not meter.off_because
 
 
 @pytest.mark.parametrize("method", METHODS)

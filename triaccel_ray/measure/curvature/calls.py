@@ -35,6 +35,11 @@ class Call:
         """The argument's shape."""
         return torch.Size() if self.argument is None else self.argument.shape
 
+    def without_graph(self) -> Call:
+        """Returns the call with the argument's shape alone, so that its graph can be freed."""
+        argument = None if self.argument is None else torch.empty_like(self.argument, device="meta")
+        return replace(self, argument=argument, edge=None, sources=())
+
 
 def record_calls(run: Callable[[], Any], modules: Sequence[nn.Module]) -> tuple[Any, list[Call]]:
     """Returns the result of `run`, and the calls of `modules` that it made with gradients enabled, in order.
@@ -213,7 +218,7 @@ class Structure:
 def find_structure(
     root: Tensor, calls: Sequence[Call], single: Sequence[Call], layers: Sequence[Layer], num_columns: int
 ) -> Structure:
-    """Returns the structure of the forward pass that made `calls` with two samples and `single` with one.
+    """Returns the structure of the forward pass that made `calls` with two samples, and `single`'s shapes with one.
 
     Each layer gets the cheapest strategy that may work. The caller has to try whether `MODEL` does.
 

@@ -110,16 +110,16 @@ class GramMethod(Method):
 
 
 def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head) -> Structure:
-    """Returns the structure of the forward pass, from runs of two samples and of one; strategies are tried on two.
+    """Returns the structure of the forward pass, from runs of two samples and of one.
 
     Raises:
         ValueError: the model uses reentrant checkpointing, which hides a part of the graph.
     """
     two = replace(objective.part(slice(0, 2)), limits=replace(objective.limits, chunk_samples=None))
-    watched = linear_maps(layers)
+    one, watched = two.part(slice(0, 1)), linear_maps(layers)
     with FoldedNorms():
+        single = [call.without_graph() for call in record_calls(one.outputs, watched)[1]]
         outputs, calls = record_calls(two.outputs, watched)
-        single = record_calls(two.part(slice(0, 1)).outputs, watched)[1]
     root, cotangents = head(outputs, two)
     structure = find_structure(root, calls, single, layers, len(cotangents))
     by_model = structure.layers_by(Strategy.MODEL)
@@ -131,12 +131,12 @@ def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head)
             if is_out_of_memory(error):
                 raise
             structure = replace(structure, batched_columns=False)
-    del outputs, calls, single, edges, root, cotangents
+    del outputs, calls, edges, root, cotangents
     if not by_model:
         return structure
     try:
-        require_replaceable(two.part(slice(0, 1)), head, by_model)
-        model_columns(two, head, [(layer, slice(0, 1)) for layer in by_model], batched=structure.batched_columns)
+        require_replaceable(one, head, by_model)
+        model_columns(one, head, [(layer, slice(0, 1)) for layer in by_model], batched=structure.batched_columns)
     except Exception as error:  # code that does not support `torch.func` may raise anything
         if is_out_of_memory(error):
             raise

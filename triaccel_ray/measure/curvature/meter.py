@@ -117,7 +117,7 @@ class CurvatureMeter:
         self.not_captured_because = ""
         """Why measurements cannot be replayed from a CUDA graph; empty while no reason is known."""
         self._bytes_of_two = 0
-        """Peak bytes of measuring two samples, as measured by `dry_run` on a GPU; 0 if it was not called."""
+        """Peak bytes of the dry run on a GPU, which explores the model with two samples at once; 0 if not called."""
         self._largest_chunk: int | None = None
         self._limits: Limits | None = None
         self._signature: Any = None
@@ -140,16 +140,16 @@ class CurvatureMeter:
         return self._may_capture and self._stage is Stage.EAGER
 
     def dry_run(self, inputs: Any, targets: Any) -> None:
-        """Measures a few samples to find errors early; switches curvature off if one occurs.
+        """Measures a few samples, one at a time, to find errors early; switches curvature off if one occurs.
 
         Restores random states. Ignores out-of-memory errors, which are left to `measure`.
         """
-        objective = self._objective(inputs, targets)
+        objective = replace(self._objective(inputs, targets), limits=Limits(chunk_samples=1))
         try:
             objective.require_samples(self._name)
             with preserved_random_states(), peak_of_tensors(self._device) as peak:
                 self._measure_apart(objective)
-            self._bytes_of_two = peak[0] * 2 // objective.num_samples
+            self._bytes_of_two = peak[0]
         except Exception as error:  # from the model or the loss, which run here as they never do in training
             if is_out_of_memory(error):
                 self._bytes_of_two = sys.maxsize
