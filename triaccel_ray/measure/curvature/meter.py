@@ -117,7 +117,7 @@ class CurvatureMeter:
         self.not_captured_because = ""
         """Why measurements cannot be replayed from a CUDA graph; empty while no reason is known."""
         self._bytes_of_two = 0
-        """Peak bytes of the dry run on a GPU, which explores the model with two samples at once; 0 if not called."""
+        """Peak bytes of the dry run on a GPU, which explores the model with two samples; 0 if not called."""
         self._largest_chunk: int | None = None
         self._limits: Limits | None = None
         self._signature: Any = None
@@ -140,11 +140,11 @@ class CurvatureMeter:
         return self._may_capture and self._stage is Stage.EAGER
 
     def dry_run(self, inputs: Any, targets: Any) -> None:
-        """Measures a few samples, one at a time, to find errors early; switches curvature off if one occurs.
+        """Measures a few samples, one at a time, and switches curvature off after an error; restores random states.
 
-        Restores random states. Ignores out-of-memory errors, which are left to `measure`.
+        Out-of-memory errors are left to `measure`.
         """
-        objective = replace(self._objective(inputs, targets), limits=Limits(chunk_samples=1))
+        objective = replace(self._objective(inputs, targets), limits=Limits(chunk_samples=1, kept_bytes=sys.maxsize))
         try:
             objective.require_samples(self._name)
             with preserved_random_states(), peak_of_tensors(self._device) as peak:
