@@ -63,6 +63,26 @@ def gradient_of(parameter: nn.Parameter, copy: Tensor | None, total: Tensor | No
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
+def buckets_by_arrival(
+    parameters: Sequence[nn.Parameter], order: Sequence[nn.Parameter], *, elements: int, in_first: int
+) -> list[list[int]]:
+    """Returns indices of `parameters` in buckets, in the order in which gradients arrive: those used last come first.
+
+    `order` is that of the forward pass, as far as it is known. A bucket is full at so many `elements`, the first one
+    at `in_first`.
+    """
+    place_of = {p: place for place, p in enumerate(order)}
+    found: list[list[int]] = [[]]
+    size, limit = 0, in_first
+    for index in sorted(range(len(parameters)), key=lambda index: -place_of.get(parameters[index], -1)):
+        if size >= limit:
+            found.append([])
+            size, limit = 0, elements
+        found[-1].append(index)
+        size += parameters[index].numel()
+    return found
+
+
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Returns whether hooks act on the parameter's gradient."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
