@@ -16,7 +16,7 @@ from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.apply.compile import Compilation, is_compiled
 from triaccel_ray.apply.divide import divide
 from triaccel_ray.apply.fuse import Fusion, fuse
-from triaccel_ray.apply.fused_optimizer import has_kernel
+from triaccel_ray.apply.fused_optimizer import without_kernel_because
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer, watched_parameters
 from triaccel_ray.apply.precision import LayerPrecision, precisions_without_benefit, supported_precisions
@@ -229,7 +229,7 @@ class Training:
                 f"step hooks or a learning rate in a tensor; change the optimizer, {type(optimizer).__name__}, or give "
                 f"{name}={plain!r}"
             )
-            require(value in (plain, "auto") or has_kernel(optimizer), name, value, rule)
+            require(value in (plain, "auto") or not without_kernel_because(optimizer), name, value, rule)
 
     def _compile(self, host_waits: Sequence[str]) -> Compilation | None:
         """Returns the compilation of the model, or None if the user has compiled it; notes how and why."""
