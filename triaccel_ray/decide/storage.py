@@ -305,8 +305,8 @@ def _plan_reason(observation: Observation, new: Stored, why: str, prediction: Pr
     if prediction is None:
         return Reason(code=ReasonCode.MEMORY_PLAN, subject="memory", text=f"{text}: {why}; before {before}")
     text += f": {why}: predicted {_described(prediction.peak_bytes, prediction.ms)}; before {before}"
-    value, threshold = float(prediction.peak_bytes), float(peak)
-    return Reason(code=ReasonCode.MEMORY_PLAN, subject="memory", text=text, value=value, threshold=threshold)
+    code, value = ReasonCode.MEMORY_PLAN, prediction.peak_bytes
+    return Reason(code=code, subject="memory", text=text, value=value, threshold=peak)
 
 
 def _described(peak_bytes: int, ms: float | None) -> str:

@@ -118,4 +118,4 @@ def _batch_lr_reasons(config: BatchConfig, old: Plan, new: Plan) -> list[Reason]
     if new.batch_lr_scale == old.batch_lr_scale:
         return []
     text = f"rule {config.lr_rule} at batch {new.batch_size}: learning rate times {new.batch_lr_scale:.3g}"
-    return [Reason(code=ReasonCode.LR_SCALE, subject="batch", text=text, value=float(new.batch_size))]
+    return [Reason(code=ReasonCode.LR_SCALE, subject="batch", text=text, value=new.batch_size)]
