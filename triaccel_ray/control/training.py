@@ -260,10 +260,10 @@ class Training:
         chosen = self._config.execution.activations
         return self.memory.has_budget if chosen == "auto" else chosen != "keep"
 
-    def _activations(self, fusion: Fusion | None, compilation: Compilation | None) -> Activations | None:
-        """Returns the storage of compiled blocks or model regions; None, with a note if one was asked for, without."""
+    def _activations(self, fusion: Fusion | None, compilation: Compilation | None) -> Activations:
+        """Returns the storage of compiled blocks or model regions; notes if one is asked for without any."""
         if (chosen := self._config.execution.activations) == "keep":
-            return None
+            return Activations({}, self.device)
         regions = find_regions(self.model)
         text = f"the model has no blocks of several layers to {chosen}"
         if compilation is not None and compilation.blocks:
@@ -284,7 +284,7 @@ class Training:
             return activations
         if chosen != "auto":
             self._note(FaultKind.ACTIVATIONS_KEPT, "checkpoint", text)
-        return None
+        return Activations({}, self.device)
 
     def _fuse(self) -> Fusion | None:
         """Returns the model with its norms fused; None if it has no norms or, with a note, if fusing is refused."""
