@@ -160,7 +160,7 @@ def decide_batch(
         waits_for_storage=False,
     )
     unchanged = BatchDecision(batch_size=plan.batch_size, num_micro_batches=plan.num_micro_batches, state=state)
-    share = _share(config, memory)
+    share = memory_share(config, memory)
     if config.enabled and share > config.rho_high:
         return _shrink(config, plan, memory, state)
     if config.enabled and share >= config.rho_low:
@@ -240,7 +240,7 @@ def _shrink(config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchS
         cap = min(plan.batch_size - config.granularity, state.cap or config.maximum)
         state = replace(state, ticks_since_change=0, cap=cap, cap_ticks_left=config.oom_cooldown_ticks)
     text = f"memory {_describe_use(config, memory)} > rho_high {config.rho_high:.3g}{outcome}"
-    reason = batch_reason(ReasonCode.MEMORY_HIGH, text, value=_share(config, memory), threshold=config.rho_high)
+    reason = batch_reason(ReasonCode.MEMORY_HIGH, text, value=memory_share(config, memory), threshold=config.rho_high)
     return BatchDecision(batch_size=size, num_micro_batches=plan.num_micro_batches, state=state, reasons=(reason,))
 
 
@@ -256,7 +256,7 @@ def _step_up(config: BatchConfig, plan: Plan) -> tuple[int, int]:
 
 def _candidate_sizes(size: int, config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchState) -> list[int]:
     """Returns `size`, one step up, and the larger sizes that the batch may grow to at once."""
-    most = min(config.rho_low / max(_share(config, memory), 1e-9) * plan.batch_size, state.cap or config.maximum)
+    most = min(config.rho_low / max(memory_share(config, memory), 1e-9) * plan.batch_size, state.cap or config.maximum)
     if plan.batch_size < config.start:
         most = min(most, config.start)
     if config.bound_by_noise_scale:
@@ -300,16 +300,17 @@ def _grow(
         text = f"memory {_describe_use(config, memory)} < rho_low {config.rho_low:.3g}: {change}"
     else:
         text = f"the cap after an out-of-memory error is lifted: {change}"
-    reason = batch_reason(ReasonCode.MEMORY_LOW, text, value=_share(config, memory), threshold=config.rho_low)
+    reason = batch_reason(ReasonCode.MEMORY_LOW, text, value=memory_share(config, memory), threshold=config.rho_low)
     state = replace(state, ticks_since_change=0)
     return BatchDecision(batch_size=size, num_micro_batches=parts, state=state, reasons=(reason,))
 
 
-def _share(config: BatchConfig, memory: MemorySignal) -> float:
+def memory_share(config: BatchConfig, memory: MemorySignal) -> float:
+    """Returns the share of the memory limit in use, counted as configured."""
     return memory.share(counts_idle=config.counts_idle_memory)
 
 
 def _describe_use(config: BatchConfig, memory: MemorySignal) -> str:
     idle, above = (0, "") if config.counts_idle_memory else (memory.idle_bytes, " above the idle process")
     taken, room = memory.window_peak_bytes - idle, memory.attainable_bytes - idle
-    return f"{_share(config, memory):.3f} ({taken / GIB:.2f} of {room / GIB:.2f} GiB{above})"
+    return f"{memory_share(config, memory):.3f} ({taken / GIB:.2f} of {room / GIB:.2f} GiB{above})"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from triaccel_ray.config import BatchConfig, ControlConfig
-from triaccel_ray.decide.batch import GIB
+from triaccel_ray.decide.batch import GIB, memory_share
 from triaccel_ray.decide.calibration import (
     BARRED_SHARE,
     budget_bytes,
@@ -138,8 +138,8 @@ def _planned(
     if profile is None:
         return unchanged
     planning = _Planning(config, observation, profile, measure(observation, profile, judged, unchanged.state))
-    lacks_memory = _share(config, observation) > config.batch.rho_high and is_tight(observation.memory)
-    if lacks_memory or (in_use and is_not_capturable(observation)):
+    is_high = memory_share(config.batch, observation.memory) > config.batch.rho_high
+    if (is_high and is_tight(observation.memory)) or (in_use and is_not_capturable(observation)):
         return _smaller(planning, unchanged)
     if in_use and may_change and not judged.is_open:
         return _faster(planning, unchanged, judged.state.growth_ms)
@@ -230,7 +230,7 @@ def _faster(planning: _Planning, unchanged: MemoryDecision, growth_ms: float | N
     if not profile.can_split and chosen.num_micro_batches < plan.num_micro_batches:
         return _changed(observation, unchanged, chosen, "micro-batches change the results")
     is_plain = not chosen.storage and chosen.num_micro_batches == config.batch.accumulate
-    if is_plain and config.batch.enabled and _share(config, observation) < config.batch.rho_low:
+    if is_plain and config.batch.enabled and memory_share(config.batch, observation.memory) < config.batch.rho_low:
         return _changed(observation, unchanged, chosen, "the batch may grow then")
     if chosen.prediction.ms > measured.step_ms * (1.0 if is_plain else _FASTER_SHARE):
         return unchanged
@@ -244,10 +244,6 @@ def _faster(planning: _Planning, unchanged: MemoryDecision, growth_ms: float | N
     text = f"a faster memory plan would save {saved_ms / 1e3:.2g} s, and a new one costs {cost_ms / 1e3:.2g} s"
     reason = Reason(code=ReasonCode.HELD_COST, subject="memory", text=text, value=saved_ms, threshold=cost_ms)
     return replace(unchanged, reasons=(*unchanged.reasons, reason))
-
-
-def _share(config: ControlConfig, observation: Observation) -> float:
-    return observation.memory.share(counts_idle=config.batch.counts_idle_memory)
 
 
 def _barred(config: ControlConfig, state: MemoryState, plan: Plan) -> MemoryState:
