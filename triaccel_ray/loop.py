@@ -116,7 +116,7 @@ class ControlLoop(EpochLoop):
     @property
     def num_skipped(self) -> int:
         """Number of steps skipped so far for a NaN or infinite gradient; waits for the device."""
-        return int(self.loss_scale.num_skipped.item())
+        return int(self.loss_scale.state.num_skipped.item())
 
     def step(self) -> None:
         """Performs one optimizer step, then the tick and the curvature measurement if they are due.

@@ -165,7 +165,7 @@ class StepCache:
         outcome = self.step.run(indices, loss_scale, step=step, watch=watch, num_samples=key.batch_size)
         gradients.collect(weights.in_force, weights.sums)
         gradients.publish()
-        self._update.run(outcome.loss_sum, outcome.num_samples, gradients)
+        self._update.run(outcome.loss_sum, key.batch_size, gradients)
         gradients.drop()
         if self.step.fusion is not None and (reason := self.step.fusion.refused_because):
             refusal = Fault(kind=FaultKind.FUSION_REFUSED, step=step, phase="fuse", detail=reason)

@@ -33,7 +33,6 @@ class StepOutcome:
 
     loss_sum: Tensor
     """Sum of the samples' losses, fp64 scalar on the device."""
-    num_samples: int
     faults: tuple[Fault, ...] = ()
     obstacles: tuple[str, ...] = ()
     """Reasons why the pass cannot be captured in a CUDA graph; collected only by `run(watch=True)`."""
@@ -152,8 +151,7 @@ class Step:
                     parts = self.batches(indices, num_samples)
                     loss_sum = self.accumulate(parts, num_samples, loss_scale, obstacles if watch else None)
                 faults = feature_faults + memory_faults + self._learn(step)
-                found = tuple(obstacles)
-                return StepOutcome(loss_sum=loss_sum, num_samples=num_samples, faults=faults, obstacles=found)
+                return StepOutcome(loss_sum=loss_sum, faults=faults, obstacles=tuple(obstacles))
             except (RuntimeError, MemoryError) as error:
                 is_over_budget = isinstance(error, BudgetExceededError)
                 is_smallest = num_parts >= most_parts
