@@ -59,7 +59,7 @@ class Pair:
 
     def step(self, *, lr: float = 1.0, scales: dict[str, float] | None = None, factor: float = 1.0) -> None:
         self.stepped.set_rates(lr, scales or {}, {})
-        self.gradients.collect({})
+        self.gradients.collect({}, {})
         self.gradients.publish()
         self.stepped.update(self.gradients, divisor=torch.tensor(factor), found_nonfinite=FINE)
 

@@ -213,9 +213,9 @@ class SharedGradients(Gradients):
         self._reduction.begin(is_capturing=not publishes)
 
     @torch.no_grad()
-    def collect(self, copies: _Copies, sums: Mapping[int, Tensor] | None = None) -> None:
+    def collect(self, copies: _Copies, sums: Mapping[int, Tensor]) -> None:
         """Takes this rank's gradients and sums them over ranks, in the dtypes of their layers."""
-        super().collect(copies, sums or {})
+        super().collect(copies, sums)
         self.tensors = self._reduction.finish(self.tensors, copies)
         self.table.point_to(self.tensors, upload=False)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from triaccel_ray.kernels.multi_tensor import TensorTable, have_equal_dense_strides
-
-_NO_SUMS: Mapping[int, Tensor] = MappingProxyType({})
 
 
 class Gradients:
@@ -28,7 +25,7 @@ class Gradients:
         )
 
     @torch.no_grad()
-    def collect(self, copies: Mapping[int, Tensor], sums: Mapping[int, Tensor] = _NO_SUMS) -> None:
+    def collect(self, copies: Mapping[int, Tensor], sums: Mapping[int, Tensor]) -> None:
         """Takes the gradients from the parameters, or from their copies or sums (id of the parameter -> tensor).
 
         Each is brought into the memory layout of its parameter. `publish` makes their addresses known to kernels.
