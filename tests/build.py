@@ -242,7 +242,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def collected(model: nn.Module) -> Gradients:
     """The gradients that the model's parameters hold, where statistics read them."""
     found = Gradients(list(model.parameters()))
-    found.collect({})
+    found.collect({}, {})
     found.publish()
     return found
 

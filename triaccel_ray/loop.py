@@ -98,7 +98,7 @@ class ControlLoop(EpochLoop):
             )
             self.sensors.record_faults(training.faults)
             require_same_steps(self._ranks, training.steps, training.supported)
-            first = initial_decision(self.config, training.supported, training.steps.step.region_names)
+            first = initial_decision(self.config, training.supported, training.steps.step.activations.regions)
             self._curvature = ScheduledCurvature(training, self.sensors, self.config, seed=seed)
             self.curvature = self._curvature.meter
             self._curvature.dry_run()  # before the plan: layers in 16 bits then have no copies that take memory yet
@@ -116,7 +116,7 @@ class ControlLoop(EpochLoop):
     @property
     def num_skipped(self) -> int:
         """Number of steps skipped so far for a NaN or infinite gradient; waits for the device."""
-        return int(self.loss_scale.num_skipped.item())
+        return int(self.loss_scale.state.num_skipped.item())
 
     def step(self) -> None:
         """Performs one optimizer step, then the tick and the curvature measurement if they are due.
@@ -192,7 +192,7 @@ class ControlLoop(EpochLoop):
         observation = replace(
             seen,
             faults=faults,
-            regions=self._training.steps.step.region_names,
+            regions=tuple(self._training.steps.step.activations.regions),
             adapting_ms=self._actuators.adapting_ms,
             samples_left=self.sampler.samples_left,
             parameters=self._training.parameters,

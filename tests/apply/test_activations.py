@@ -122,7 +122,7 @@ def test_trajectories_are_those_of_kept_activations(monkeypatch: pytest.MonkeyPa
     found = []
     for execution in (KEPT, CHECKPOINTED, OFFLOADED):
         loop, _ = loop_of(Network(), images(40), replace(IN_BF16, step_in_backward=True, execution=execution))
-        assert len(loop._training.steps.step.storage) == (0 if execution is KEPT else 3)
+        assert len(loop._training.steps.step.activations.storage) == (0 if execution is KEPT else 3)
         run(loop, 6)
         found.append((values(loop.model), float(loop.epoch_loss[0])))
         loop.close()
@@ -138,8 +138,8 @@ def saved_bytes(step: Step) -> int:
         held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    again = step.activations or Activations({}, CPU)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), again.in_force(step.model, step._recomputing):
+    passing = step.activations.in_force(step.model, step._recomputing)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), passing:
         step.model(images()[0]).sum()
     return sum(held.values())
 
@@ -220,7 +220,7 @@ def test_compiled_blocks_stay_compiled_and_share_their_code(storage: Storage) ->
     for block in model.blocks:
         block.compile(backend=backend)
     found = []
-    for step.activations in (None, Activations(find_regions(model), CPU, fixed=storage)):
+    for step.activations in (Activations({}, CPU), Activations(find_regions(model), CPU, fixed=storage)):
         runs.clear()
         step.run(torch.arange(12), ONE, step=0)
         found.append((len(compiled), len(runs), gradients(model)))
@@ -276,5 +276,5 @@ def test_where_there_is_nothing_to_checkpoint_a_fault_says_why(compiles: bool) -
     loop = ControlLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), cross_entropy, images(), config=config)
     found = {fault.kind: fault.detail for fault in loop._training.faults}
     assert ("compiled code" if compiles else "no blocks") in found[FaultKind.ACTIVATIONS_KEPT]
-    assert loop._training.steps.step.activations is None
+    assert not loop._training.steps.step.activations.regions
     loop.close()

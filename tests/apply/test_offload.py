@@ -166,7 +166,7 @@ def test_host_memory_that_is_missing_is_an_error_of_the_capture_and_else_a_fault
     assert (fault.kind, fault.phase) == (FaultKind.ACTIVATIONS_KEPT, "checkpoint")
     assert "cannot pin" in fault.detail
     assert "0, 1, 2 are kept" in fault.detail
-    assert step.storage == {}
+    assert step.activations.storage == {}
     assert same(gradients(step.model), gradients(kept.model))
 
 

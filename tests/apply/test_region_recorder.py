@@ -45,7 +45,7 @@ def sizes(step: Step) -> list[tuple[str, int, int, int]]:
 def test_sizes_are_exact_in_any_storage(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "MIN_BYTES", 1024)
     step, kept = recorded(perceptron()), step_of(perceptron(), blobs(16))
-    step.set_storage(dict.fromkeys("123", storage))
+    step.activations.set(dict.fromkeys("123", storage))
     assert signals(step) == ()
     for index in range(2):
         step.run(ALL, ONE, step=index)
@@ -75,7 +75,7 @@ def test_an_attempt_without_enough_memory_leaves_nothing_behind(
     model = perceptron(width=77)
     model.add_module("scarce", Scarce())
     step = recorded(model)
-    step.set_storage(dict.fromkeys("123", storage))
+    step.activations.set(dict.fromkeys("123", storage))
     step.run(ALL, ONE, step=0)
     assert len(alive) > 3
     assert alive[-1] <= alive[0]
@@ -114,7 +114,7 @@ def test_recomputation_does_not_count_as_backward_time(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(RegionRecorder, "mark", lambda _: now[0])
     step = recorded(perceptron(block=Slow))
-    step.set_storage(dict.fromkeys("12", Storage.RECOMPUTE))
+    step.activations.set(dict.fromkeys("12", Storage.RECOMPUTE))
     for index in range(2):
         step.run(ALL, ONE, step=index)
     assert [each.forward_ms for each in signals(step)] == [1000.0] * 3

@@ -62,7 +62,6 @@ def test_a_batch_that_does_not_fit_is_computed_in_parts(where: str, limit: int, 
         torch.testing.assert_close(gradients(model)[name], gradient, rtol=0.0, atol=32 * eps * max(largest, 1.0))
     torch.testing.assert_close(outcome.loss_sum, expected.loss_sum)
     assert torch.equal(torch.cat(source.drawn[-parts:]), ALL)
-    assert outcome.num_samples == 16
     assert step.num_micro_batches == parts
     if parts == 1:
         assert outcome.faults == ()
@@ -126,7 +125,7 @@ def test_a_single_sample_that_does_not_fit_ends_the_run_where_the_device_refuses
     (fault,) = outcome.faults
     assert (fault.kind, fault.phase) == (FaultKind.BUDGET_EXCEEDED, "forward_backward")
     assert "of a budget of" in fault.detail
-    assert (outcome.num_samples, step.num_micro_batches) == (16, 1)
+    assert step.num_micro_batches == 1
     assert step.run(ALL, ONE, step=1).faults == ()  # once an interval
     step.set_num_micro_batches(1)
     step._memory = replace(step._memory, is_exceeded_at_rest=lambda: True)

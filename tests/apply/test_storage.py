@@ -63,8 +63,8 @@ def test_storage_changes_between_steps_and_gradients_do_not(
     kept, changing = step_of(make(), images()), elastic(make())
     plans = [{}, dict.fromkeys(ALL, Storage.OFFLOAD), MIXED, dict.fromkeys(ALL, Storage.RECOMPUTE), MIXED, {}]
     for index, plan in enumerate(plans):
-        changing.set_storage(plan)
-        assert changing.storage == {name: each for name, each in plan.items() if each is not Storage.KEEP}
+        changing.activations.set(plan)
+        assert changing.activations.storage == {name: each for name, each in plan.items() if each is not Storage.KEEP}
         found = []
         for step in (kept, changing):
             names = [layer.name for layer in find_layers(step.model)]
@@ -84,10 +84,10 @@ def test_a_fused_model_is_divided_once_a_region_is_not_kept(monkeypatch: pytest.
         model = resnet18(10, "cifar")
         step = fused_step(model, recomputes=changes, fixed=None)
         step.run(torch.arange(8), ONE, step=0)
-        assert step.activations is None or step.activations.divided is None
+        assert step.activations.divided is None
         if changes:
             names = list(step.activations.regions)
-            step.set_storage({names[1]: Storage.OFFLOAD, names[2]: Storage.OFFLOAD, names[4]: Storage.RECOMPUTE})
+            step.activations.set({names[1]: Storage.OFFLOAD, names[2]: Storage.OFFLOAD, names[4]: Storage.RECOMPUTE})
             assert step._forward_of(None, is_divided=True) is step.activations.divided.module
             assert step._forward_of(None, is_divided=False) is step.fusion.module
         step.run(torch.arange(8), ONE, step=1)
@@ -98,14 +98,10 @@ def test_a_fused_model_is_divided_once_a_region_is_not_kept(monkeypatch: pytest.
 def test_storage_of_unknown_regions_is_refused_and_a_fixed_one_stays() -> None:
     step = elastic(Network())
     with pytest.raises(KeyError, match=r"regions \['blocks.7'\] are not in the model"):
-        step.set_storage({"blocks.7": Storage.OFFLOAD})
-    step.activations = None
-    step.set_storage({})
-    with pytest.raises(KeyError, match=r"regions \['blocks.0'\] keep their tensors"):
-        step.set_storage({"blocks.0": Storage.OFFLOAD})
+        step.activations.set({"blocks.7": Storage.OFFLOAD})
     fixed = recomputing(Network())
-    fixed.set_storage({"blocks.0": Storage.OFFLOAD})
-    assert fixed.storage == dict.fromkeys(ALL, Storage.RECOMPUTE)
+    fixed.activations.set({"blocks.0": Storage.OFFLOAD})
+    assert fixed.activations.storage == dict.fromkeys(ALL, Storage.RECOMPUTE)
     assert not fixed.activations.recompute_all()
     assert not fixed.activations.stores_least
 
@@ -129,22 +125,22 @@ class Hungry(Network):
 def test_a_step_without_memory_recomputes_all_before_it_is_split(suffices: bool) -> None:
     model = Hungry(6)
     step = elastic(model)
-    step.set_storage({"blocks.0": Storage.OFFLOAD})
+    step.activations.set({"blocks.0": Storage.OFFLOAD})
     model.frugal = lambda: suffices and step.activations.stores_least
     (fault,) = step.run(torch.arange(12), ONE, step=3).faults
     assert (fault.kind, fault.stores_least) == (FaultKind.OUT_OF_MEMORY, True)
     assert (fault.batch_size, fault.micro_batch_size) == (12, 12 if suffices else 6)
     assert model.sizes == ([12, 12] if suffices else [12, 12, 6, 6])
-    assert step.storage == dict.fromkeys(ALL, Storage.RECOMPUTE)
+    assert step.activations.storage == dict.fromkeys(ALL, Storage.RECOMPUTE)
     assert step.run(torch.arange(12), ONE, step=4).faults == ()
-    step.set_storage({})
-    assert step.storage == {}
+    step.activations.set({})
+    assert step.activations.storage == {}
 
 
 def test_a_single_sample_that_fits_recomputed_does_not_end_the_run() -> None:
     model = Hungry(0)
     step = elastic(model)
-    model.frugal = lambda: bool(step.storage)
+    model.frugal = lambda: bool(step.activations.storage)
     (fault,) = step.run(torch.arange(1), ONE, step=0).faults
     assert (fault.micro_batch_size, fault.stores_least) == (1, True)
     model.frugal = lambda: False
@@ -160,7 +156,7 @@ def test_a_waived_budget_restores_the_storage() -> None:
     step._memory = replace(step._memory, check=check)
     (fault,) = step.run(torch.arange(2), ONE, step=0).faults
     assert fault.kind is FaultKind.BUDGET_EXCEEDED
-    assert (step.storage, step.num_micro_batches) == ({}, 1)
+    assert (step.activations.storage, step.num_micro_batches) == ({}, 1)
 
 
 def test_a_captured_step_is_of_one_storage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +164,7 @@ def test_a_captured_step_is_of_one_storage(monkeypatch: pytest.MonkeyPatch) -> N
     cache = cache_of(elastic(Network(0.0, 0.0, 0.0)), pool=RerunPool())
     for index in range(2):
         cache.run(torch.arange(4), ONE, step=index)
-    cache.step.set_storage(MIXED)
+    cache.step.activations.set(MIXED)
     for index in range(3):
         assert cache.run(torch.arange(4), ONE, step=index) == ()
     assert [str(key).partition("float32, ")[2] for key in cache._entries] == ["1 x offload, 1 x recompute"]
@@ -179,14 +175,14 @@ def test_a_plan_carries_the_storage_and_a_resumed_step_the_one_it_fell_back_to()
     cache = cache_of(step)
     plan = Plan(batch_size=4, precision={}, storage=MIXED)
     actuators = Actuators(plan, cache, GraphPool(CPU))
-    assert step.storage == {name: each for name, each in MIXED.items() if each is not Storage.KEEP}
+    assert step.activations.storage == {name: each for name, each in MIXED.items() if each is not Storage.KEEP}
     assert actuators.apply(replace(plan, storage={}), step=0).faults == ()
-    assert step.storage == {}
+    assert step.activations.storage == {}
     step.activations.recompute_all()
     state = actuators.state_dict()
-    step.set_storage({})
+    step.activations.set({})
     actuators.load_state_dict(state)
-    assert step.storage == dict.fromkeys(ALL, Storage.RECOMPUTE)
+    assert step.activations.storage == dict.fromkeys(ALL, Storage.RECOMPUTE)
     (fault,) = actuators.apply(replace(plan, storage={"x": Storage.OFFLOAD}), step=1).faults
     assert fault.kind is FaultKind.APPLY_FAILED
 

@@ -108,7 +108,7 @@ def test_gradients_arrive_at_the_copies_and_equal_those_through_a_cast() -> None
     LayerPrecision(copied, find_layers(copied), weights=copies).set(levels)
     copied(inputs).square().mean().backward()
     found = Gradients(list(copied.parameters()))
-    found.collect(copies.in_force)
+    found.collect(copies.in_force, {})
     dtypes = [gradient.dtype for gradient in found.tensors if gradient is not None]
     assert dtypes[1:] == [torch.float16] + [torch.bfloat16] * 2 + [torch.float32] * 2
     for gradient, parameter in zip(found.tensors, cast.parameters(), strict=True):
@@ -196,7 +196,7 @@ def test_an_optimizer_that_says_nothing_of_its_writing_reaches_the_copies() -> N
         copies.zero_grad()
         model.zero_grad()
         cross_entropy(model(inputs).float(), targets).backward()
-        gradients.collect(copies.in_force)
+        gradients.collect(copies.in_force, {})
         gradients.publish()
         before = model[0].weight.detach().clone()
         update.run(torch.tensor(1.0, dtype=torch.float64), 16, gradients)

@@ -180,7 +180,7 @@ def _summed(rank: int, has_copies: bool, is_whole: bool, *, of_few: bool) -> lis
         if publishes:
             own = [gradient_of(p, weights.in_force.get(id(p)), None).float().flatten() for p in parameters]
             found.append(torch.cat(own).tolist())
-        gradients.collect(weights.in_force)
+        gradients.collect(weights.in_force, {})
         in_16_bits = of_few and (is_whole or has_copies)
         sent = [tensor.dtype for tensor in gradients.tensors]
         assert sent == (of_parameters if in_16_bits else [torch.float32] * 6)

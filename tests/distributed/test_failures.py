@@ -127,7 +127,7 @@ def unpinned(rank: int) -> dict[str, Any]:
         offload.Arena.take = take
         loop.close()
     faults = [fault.detail for tick in ticks for fault in tick.observation.faults]
-    return {"storage": {name: each.value for name, each in step.storage.items()}, "faults": faults}
+    return {"storage": {name: each.value for name, each in step.activations.storage.items()}, "faults": faults}
 
 
 def test_what_one_host_cannot_pin_memory_for_is_kept_on_all_ranks(workers: WorkerPool) -> None:

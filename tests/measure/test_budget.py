@@ -18,7 +18,10 @@ PAIR = [probe(2, 3.0), probe(4, 5.0)]
     [(10 + 40 * 32, 32, None), (10 + 40 * 32 - 1, 32, 16), (960, 8, 8), (300, 32, 4), (1, 32, 1)],
 )
 def test_chunks_are_as_large_and_as_equal_as_the_budget_allows(budget_mib: int, most: int, chunk: int | None) -> None:
-    limits = Limits.within(budget_mib * MIB, PAIR, num_samples=32, most_samples=most)
+    limits, probes = limits_within(
+        budget_mib * MIB, probe, bytes_of_two=0, num_samples=32, most_samples=most, kept_bytes=None
+    )
+    assert [each.num_samples for each in probes] == [2, 4]
     assert limits.chunk_samples == chunk
     if chunk not in (None, 1):
         assert (10 + 40 * chunk) * MIB + limits.kept_bytes <= budget_mib * MIB
@@ -26,7 +29,8 @@ def test_chunks_are_as_large_and_as_equal_as_the_budget_allows(budget_mib: int, 
 
 
 def test_what_a_method_keeps_is_left_to_it() -> None:
-    assert Limits.within(400 * MIB, PAIR, num_samples=32, most_samples=32, kept_bytes=300 * MIB).chunk_samples == 2
+    sizes = {"bytes_of_two": 0, "num_samples": 32, "most_samples": 32, "kept_bytes": 300 * MIB}
+    assert limits_within(400 * MIB, probe, **sizes)[0].chunk_samples == 2
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_the_average_of_all_a_layers_weights_follows_its_formula(model: nn.Modul
     average = np.zeros(len(layers))
     for step in range(3):
         draw_gradients(model, step)
-        assert moments.update(collected(model), SCALE).item() == 0.0
+        assert moments.stats.update(collected(model).table, SCALE).item() == 0.0
         gradients = [np.concatenate([w.grad.double().numpy().ravel() for w in layer.weights]) for layer in layers]
         average = 0.9 * average + 0.1 * np.array([gradient.var() for gradient in gradients]) / 16.0
     np.testing.assert_allclose(moments.read().numpy(), average / (1.0 - 0.9**3), rtol=RTOL)
@@ -40,6 +40,6 @@ def test_a_non_finite_gradient_of_a_bias_is_found_too() -> None:
     moments = moments_of(model)
     draw_gradients(model, 0)
     model[4].bias.grad[0] = float("inf")
-    found = moments.update(collected(model), SCALE)
+    found = moments.stats.update(collected(model).table, SCALE)
     assert (found.item(), found.dtype) == (1.0, torch.float32)
     assert moments.read().isfinite().all()

@@ -36,7 +36,7 @@ def sensors_of() -> Sensors:
         named, moments, ResidentMemory(None), StepTimer(torch.device("cpu")), torch.zeros(2, dtype=torch.float64)
     )
     model[0].weight.grad = torch.arange(model[0].weight.numel()).view_as(model[0].weight).float()
-    moments.update(collected(model), torch.tensor(2.0))
+    moments.stats.update(collected(model).table, torch.tensor(2.0))
     return sensors
 
 

@@ -92,8 +92,8 @@ class Activations:
         return self.storage != before
 
     def request_costs(self) -> None:
-        """Requests that later passes record the costs of the regions; no effect if storage is fixed."""
-        if self._fixed is None and self.costs is None:
+        """Requests that later passes record the costs of the regions, if there are any whose storage is not fixed."""
+        if self.regions and self._fixed is None and self.costs is None:
             self.costs = RegionCosts(self._device)
 
     def recorder(

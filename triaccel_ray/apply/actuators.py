@@ -50,7 +50,7 @@ class Actuators:
             "plan": encode(self.plan),
             "adapting_ms": self.adapting_ms,
             "micro_batches": [step.num_micro_batches, step.min_micro_batch_size],
-            "storage": encode(step.storage),
+            "storage": encode(step.activations.storage),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -58,10 +58,10 @@ class Actuators:
         self.plan = decode(Plan, state["plan"])
         self._put_in_force(self.plan)
         self._cache.step.set_num_micro_batches(*state["micro_batches"])
-        self._cache.step.set_storage({name: Storage(each) for name, each in state["storage"].items()})
+        self._cache.step.activations.set({name: Storage(each) for name, each in state["storage"].items()})
         self._adapting_ms = state["adapting_ms"]
 
     def _put_in_force(self, plan: Plan) -> None:
         self._cache.step.precision.set(plan.precision)
-        self._cache.step.set_storage(plan.storage)
+        self._cache.step.activations.set(plan.storage)
         self._cache.step.set_num_micro_batches(plan.num_micro_batches, plan.micro_batch_size)

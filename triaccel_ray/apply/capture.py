@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from triaccel_ray.apply.activations import Activations
 from triaccel_ray.apply.agreement import NotCapturableError
 from triaccel_ray.apply.region_recorder import RegionRecorder
 from triaccel_ray.apply.step import Step, StepOutcome
@@ -120,7 +121,7 @@ class StepCache:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
         num_samples, offset = shares or BatchShares(len(indices))
-        stored = tuple(self.step.storage.items())
+        stored = tuple(self.step.activations.storage.items())
         key = StepKind(num_samples, self.step.num_micro_batches, self.step.precision.key, stored, offset)
         with self.on_stream(), self._autotuning():
             if not self.enabled or key in self._too_large:
@@ -140,7 +141,7 @@ class StepCache:
             entry = self._entries[key]
             self._entries.move_to_end(key)
             entry.graph.replay()
-            if entry.recorder is not None and self.step.activations is not None and not entry.recorder.is_read:
+            if entry.recorder is not None and not entry.recorder.is_read:
                 self.step.activations.learn(entry.recorder, is_captured=True)
             if not self._update.is_capturable:
                 self._update.run(entry.loss_sum, key.batch_size, entry.gradients)
@@ -164,7 +165,7 @@ class StepCache:
         outcome = self.step.run(indices, loss_scale, step=step, watch=watch, num_samples=key.batch_size)
         gradients.collect(weights.in_force, weights.sums)
         gradients.publish()
-        self._update.run(outcome.loss_sum, outcome.num_samples, gradients)
+        self._update.run(outcome.loss_sum, key.batch_size, gradients)
         gradients.drop()
         if self.step.fusion is not None and (reason := self.step.fusion.refused_because):
             refusal = Fault(kind=FaultKind.FUSION_REFUSED, step=step, phase="fuse", detail=reason)
@@ -191,13 +192,12 @@ class StepCache:
             obstacles.append("the step puts other tensors in place of parameters or buffers, which a replay would not")
         if self.step.peers.ranks.any(bool(obstacles)) and not obstacles:
             obstacles.append("the step of another rank cannot be captured")
-        activations, compilation = self.step.activations, self.step.compilation
         if not obstacles:
-            kept = () if activations is None else activations.exclude_random(step)
-            return (*outcome.faults, *kept)
-        if not self.step.storage and compilation is not None and compilation.blocks:
+            return (*outcome.faults, *self.step.activations.exclude_random(step))
+        compilation = self.step.compilation
+        if not self.step.activations.storage and compilation is not None and compilation.blocks:
             compilation.compile_whole()  # compiled code between the blocks may avoid the obstacles
-            self.step.activations = None  # code that is compiled as a whole has no regions
+            self.step.activations = Activations({}, self._generator.device)  # the whole has no regions
             self._is_ready.clear()
             text = f"{compilation}: {'; '.join(obstacles)}"
             return (*outcome.faults, Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text))
@@ -224,8 +224,7 @@ class StepCache:
         self.step.zero_grad()
         self._pool.release()
         if is_too_large:
-            if self.step.activations is not None:
-                self.step.activations.request_costs()
+            self.step.activations.request_costs()
             self._too_large.add(key)  # until the pool is next released
             return key.capture_fault(step, detail, FaultKind.CAPTURE_OUT_OF_MEMORY)
         self.enabled = False

@@ -27,25 +27,22 @@ MIN_ELEMENTS_IN_CODES = 4096
 
 def is_supported(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether `FusedOptimizer` can step `optimizer`: the kernels support it and its parameters are on a GPU."""
-    return has_kernel(optimizer) and all(p.is_cuda for group in optimizer.param_groups for p in group["params"])
-
-
-def has_kernel(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether the kernels compute the same step as `optimizer`, on whatever device its parameters are.
-
-    Exactly SGD, Adam or AdamW on FP32 parameters, without dampening, amsgrad, maximize, differentiable, step hooks or a
-    learning rate in a tensor. Adam and AdamW must be `fused` or `capturable`: others count their steps on the host.
-    """
-    return not without_kernel_because(optimizer)
+    on_gpu = all(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+    return on_gpu and not without_kernel_because(optimizer)
 
 
 def without_kernel_because(optimizer: torch.optim.Optimizer) -> str:
-    """Returns why the kernels do not compute the same step as `optimizer`; empty if they do."""
+    """Returns why the kernels do not compute the same step as `optimizer`, on whatever device; empty if they do.
+
+    They step exactly SGD, Adam or AdamW on FP32 parameters, without dampening, amsgrad, maximize, differentiable, step
+    hooks or a learning rate in a tensor. Adam and AdamW must be `fused` or `capturable`: others count their steps on
+    the host.
+    """
     if type(optimizer) not in _STATE:
         return f"no kernel steps {type(optimizer).__name__}"
     if any(p.dtype is not torch.float32 for group in optimizer.param_groups for p in group["params"]):
         return "parameters are not FP32"
-    return obstacle_of(optimizer) or ""
+    return obstacle_of(optimizer)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, *, in_8_bits: bool) -> int:
@@ -62,8 +59,8 @@ def state_bytes(optimizer: torch.optim.Optimizer, *, in_8_bits: bool) -> int:
     return total
 
 
-def obstacle_of(optimizer: torch.optim.Optimizer) -> str | None:
-    """Returns why the kernels do not support the optimizer as it is configured now; None if they do."""
+def obstacle_of(optimizer: torch.optim.Optimizer) -> str:
+    """Returns why the kernels do not support the optimizer as it is configured now; empty if they do."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "the optimizer has step hooks"
     for group in optimizer.param_groups:
@@ -74,7 +71,7 @@ def obstacle_of(optimizer: torch.optim.Optimizer) -> str | None:
             return "the optimizer has its learning rate in a tensor"
         if type(optimizer) is not torch.optim.SGD and not (group.get("fused") or group.get("capturable")):
             return "the optimizer is neither fused nor capturable"
-    return None
+    return ""
 
 
 class FusedOptimizer:

@@ -32,11 +32,6 @@ class LossScale:
         )
         self._one = torch.ones((), device=device)
 
-    @property
-    def num_skipped(self) -> Tensor:
-        """Steps skipped so far, fp64 scalar."""
-        return self.state.num_skipped
-
     def factor(self, active: bool) -> Tensor:
         """Returns the factor on the loss: the scale while FP16 is in use, else 1; fp32 scalar."""
         return self.state.scale if active else self._one

@@ -53,7 +53,7 @@ class LayerwiseOptimizer:
         """
         self.optimizer, self._release_memory, self._split_weights = optimizer, release_memory, split
         self._out_of_memory_details: list[str] = []
-        self._obstacle: str | None = None
+        self._obstacle = ""
         self._layer_of = {id(weight): layer.name for layer in layers for weight in layer.weights}
         self._shards = None if ranks is None or ranks.is_alone else Shards(self.parameters, ranks)
         self._optimizers = _with_wrapped(optimizer)
@@ -148,7 +148,7 @@ class LayerwiseOptimizer:
                 "it take over this one's state_dict"
             )
         self._obstacle = obstacle_of(self.optimizer)
-        if self._obstacle is not None:
+        if self._obstacle:
             self._fall_back(self._obstacle)
 
     def _fall_back(self, obstacle: str) -> None:
@@ -167,10 +167,10 @@ class LayerwiseOptimizer:
             Fault(kind=FaultKind.OUT_OF_MEMORY, step=step, phase="optimizer", batch_size=batch_size, detail=detail)
             for detail in self._out_of_memory_details
         ]
-        if self._obstacle is not None:
+        if self._obstacle:
             fault = Fault(kind=FaultKind.CAPTURE_FAILED, step=step, phase="optimizer", detail=self._obstacle)
             faults.insert(0, fault)
-        self._out_of_memory_details, self._obstacle = [], None
+        self._out_of_memory_details, self._obstacle = [], ""
         return faults
 
     def update(self, gradients: Gradients, *, divisor: Tensor | None, found_nonfinite: Tensor, bucket: int = 0) -> None:

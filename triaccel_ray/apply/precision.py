@@ -41,24 +41,15 @@ def supported_precisions(layer: Layer, *, without: Collection[Precision] = ()) -
 def precisions_without_benefit(device_type: str, *, is_compiled: bool) -> Mapping[Precision, str]:
     """Returns the precisions that gain nothing, each with the reason.
 
-    Compiled code takes as long in FP16 as in BF16 (ViT-S on an H200: 9.0 and 8.9 ms a step), while FP16 needs a loss
-    scale and each new plan takes seconds to compile.
-    """
-    found = _slow_precisions(device_type)
-    if is_compiled and Precision.BF16 not in found:
-        return {Precision.FP16: "compiled code is no faster in fp16 than in bf16", **found}
-    return found
-
-
-def _slow_precisions(device_type: str) -> Mapping[Precision, str]:
-    """Returns the precisions that are slow on a device, each with the reason.
-
     PyTorch's convolutions in FP16 took 77 times as long as in FP32 on an AMD EPYC without instructions for it, and 330
-    times on an Intel Xeon with them. A private operator reports BF16, and nothing else does.
+    times on an Intel Xeon with them. A private operator reports BF16, and nothing else does. On a GPU, compiled code
+    takes as long in FP16 as in BF16 (ViT-S on an H200: 9.0 and 8.9 ms a step), while FP16 needs a loss scale and each
+    new plan takes seconds to compile.
     """
     if device_type == "cuda":
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return {} if has_bf16 else {Precision.BF16: "this GPU has no BF16 instructions"}
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            return {Precision.BF16: "this GPU has no BF16 instructions"}
+        return {Precision.FP16: "compiled code is no faster in fp16 than in bf16"} if is_compiled else {}
     found = {Precision.FP16: "PyTorch has no fast FP16 on a CPU"}
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         found[Precision.BF16] = "this CPU has no BF16 instructions"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.apply.agreement import NotCapturableError
 from triaccel_ray.distributed.ranks import Ranks
-from triaccel_ray.model.gradients import Gradients, gradient_of
+from triaccel_ray.model.gradients import Gradients, buckets_by_arrival, gradient_of
 
 BUCKET_ELEMENTS = 25 * 2**19
 """Elements of gradients that are sent together: 25 MiB in 16 bits, as in `DistributedDataParallel`."""
@@ -56,8 +56,10 @@ class Reduction:
     ) -> None:
         """Groups `parameters` into buckets; `order` is that of the forward pass, as far as it is known."""
         self.parameters, self._ranks, self._dtypes = tuple(parameters), ranks, dtypes
-        self.buckets = _buckets_of(self.parameters, order)
-        """Indices of `parameters` in the order in which they are sent."""
+        elements = min(BUCKET_ELEMENTS, sum(p.numel() for p in parameters) // _LEAST_BUCKETS)
+        self.buckets = buckets_by_arrival(parameters, order, elements=elements, in_first=BUCKET_ELEMENTS // 25)
+        """Indices of `parameters` in the order in which they are sent. The first bucket is small, so that the first
+        message leaves early (Li et al. 2020, section 3.2.3)."""
         self._expected: dict[Any, list[int]] = {}
         """Dtypes of the layers and of the tensors beside the parameters -> code of the dtype sent, 0 for none."""
         self._key: Any = None
@@ -211,9 +213,9 @@ class SharedGradients(Gradients):
         self._reduction.begin(is_capturing=not publishes)
 
     @torch.no_grad()
-    def collect(self, copies: _Copies, sums: Mapping[int, Tensor] | None = None) -> None:
+    def collect(self, copies: _Copies, sums: Mapping[int, Tensor]) -> None:
         """Takes this rank's gradients and sums them over ranks, in the dtypes of their layers."""
-        super().collect(copies, sums or {})
+        super().collect(copies, sums)
         self.tensors = self._reduction.finish(self.tensors, copies)
         self.table.point_to(self.tensors, upload=False)
 
@@ -260,22 +262,3 @@ def _padded(num_elements: int, dtype: torch.dtype) -> int:
 def _in_two_places(parameter: Tensor, copy: Tensor | None) -> bool:
     """Returns whether a parameter and its copy both have a gradient: one might arrive after the other was sent."""
     return copy is not None and copy.grad is not None and parameter.grad is not None
-
-
-def _buckets_of(parameters: Sequence[nn.Parameter], order: Sequence[nn.Parameter]) -> list[list[int]]:
-    """Returns indices of `parameters` in buckets, in the order in which gradients arrive: those used last come first.
-
-    The first bucket is small, so that the first message leaves early (Li et al. 2020, section 3.2.3).
-    """
-    place_of = {p: place for place, p in enumerate(order)}
-    most = min(BUCKET_ELEMENTS, sum(p.numel() for p in parameters) // _LEAST_BUCKETS)
-    found: list[list[int]] = []
-    size, limit = 0, 0
-    for index in sorted(range(len(parameters)), key=lambda index: -place_of.get(parameters[index], -1)):
-        if not found or size >= limit:
-            limit = most if found else BUCKET_ELEMENTS // 25
-            size = 0
-            found.append([])
-        found[-1].append(index)
-        size += parameters[index].numel()
-    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from triaccel_ray.cuda.out_of_memory import BudgetExceededError, first_line, is_
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.model.layers import Loss, forward, restoring_buffers, trained_modules
 from triaccel_ray.model.pytree import cast_floating
-from triaccel_ray.records.plan import Fault, FaultKind, Storage
+from triaccel_ray.records.plan import Fault, FaultKind
 from triaccel_ray.records.signals import RegionSignal
 
 
@@ -33,7 +33,6 @@ class StepOutcome:
 
     loss_sum: Tensor
     """Sum of the samples' losses, fp64 scalar on the device."""
-    num_samples: int
     faults: tuple[Fault, ...] = ()
     obstacles: tuple[str, ...] = ()
     """Reasons why the pass cannot be captured in a CUDA graph; collected only by `run(watch=True)`."""
@@ -62,7 +61,7 @@ class StepOptions:
     stepper: StepInBackward | None = None
     """Consumes gradients as they arrive."""
     activations: Activations | None = None
-    """Stores what regions of the model save; None: it is kept."""
+    """Stores what regions of the model save; None: there are no regions, and all is kept."""
     peers: Agreement = field(default_factory=Agreement)
     """The other ranks: after an error on any of them, all take the same way out."""
     reduction: Reduction | None = None
@@ -90,7 +89,8 @@ class Step:
         options = options or StepOptions()
         self.model, self._loss, self.sampler, self.precision, self._memory = model, loss, sampler, precision, memory
         self.fusion, self.compilation, self.stepper = options.fusion, options.compilation, options.stepper
-        self.activations, self.peers, self._reduction = options.activations, options.peers, options.reduction
+        self.activations = options.activations or Activations({}, sampler.generator.device)
+        self.peers, self._reduction = options.peers, options.reduction
         self.recorder: RegionRecorder | None = None
         """What has recorded the first micro-batch of the last pass; None if nothing had to be recorded."""
         self._is_compiled_by_user = is_compiled(model) and self.compilation is None
@@ -108,27 +108,6 @@ class Step:
         """Whether passes run code from `torch.compile`, ours or the user's."""
         return self.compilation is not None or self._is_compiled_by_user
 
-    @property
-    def storage(self) -> Mapping[str, Storage]:
-        """Region -> what becomes of its saved tensors in a step; regions not named keep them."""
-        return {} if self.activations is None else self.activations.storage
-
-    @property
-    def region_names(self) -> tuple[str, ...]:
-        """Names of the regions whose storage can be chosen, in module order."""
-        return () if self.activations is None else tuple(self.activations.regions)
-
-    def set_storage(self, storage: Mapping[str, Storage]) -> None:
-        """Sets what becomes of the tensors that regions save from now on; see `Activations.set`.
-
-        Raises:
-            KeyError: the model has no such region whose storage can be chosen.
-        """
-        if self.activations is not None:
-            self.activations.set(storage)
-        elif storage:
-            raise KeyError(f"regions {sorted(storage)} keep their tensors")
-
     def region_costs(self, batch_size: int) -> tuple[int, tuple[RegionSignal, ...]]:
         """Returns the size of a batch's micro-batches, and the regions' costs in a pass of one; empty if not known.
 
@@ -136,7 +115,7 @@ class Step:
         """
         share = self.peers.ranks.largest_share(batch_size)
         size, own_size = (-(-number // self.num_micro_batches) for number in (batch_size, share))
-        return size, () if self.activations is None else self.activations.signals(own_size, self.precision.key)
+        return size, self.activations.signals(own_size, self.precision.key)
 
     def set_num_micro_batches(self, num_micro_batches: int, min_micro_batch_size: int = 1) -> None:
         """Sets the number of micro-batches that each batch is split into from now on.
@@ -159,7 +138,7 @@ class Step:
         """
         num_samples = len(indices) if num_samples is None else num_samples
         most_parts = self.peers.ranks.largest_share(num_samples)
-        planned = self.num_micro_batches, self.min_micro_batch_size, self.storage
+        planned = self.num_micro_batches, self.min_micro_batch_size, self.activations.storage
         obstacles: list[str] = []
         feature_faults: tuple[Fault, ...] = ()
         memory_faults: tuple[Fault, ...] = ()  # of the last attempt only
@@ -172,15 +151,14 @@ class Step:
                     parts = self.batches(indices, num_samples)
                     loss_sum = self.accumulate(parts, num_samples, loss_scale, obstacles if watch else None)
                 faults = feature_faults + memory_faults + self._learn(step)
-                found = tuple(obstacles)
-                return StepOutcome(loss_sum=loss_sum, num_samples=num_samples, faults=faults, obstacles=found)
+                return StepOutcome(loss_sum=loss_sum, faults=faults, obstacles=tuple(obstacles))
             except (RuntimeError, MemoryError) as error:
                 is_over_budget = isinstance(error, BudgetExceededError)
                 is_smallest = num_parts >= most_parts
                 disabled = self._disable_failed_feature(error, step)
                 is_hopeless = not is_out_of_memory(error) or (is_smallest and not is_over_budget)
                 lacks_memory = not disabled and is_out_of_memory(error)
-                stores_less = lacks_memory and self.activations is not None and self.activations.recompute_all()
+                stores_less = lacks_memory and self.activations.recompute_all()
                 if not disabled and is_hopeless and not stores_less:
                     raise
                 detail = first_line(error)
@@ -194,7 +172,7 @@ class Step:
                 continue
             if is_over_budget and ((is_smallest and not stores_less) or self._memory.is_exceeded_at_rest()):
                 self.num_micro_batches, self.min_micro_batch_size = planned[:2]
-                self.set_storage(planned[2])
+                self.activations.set(planned[2])
                 self._is_budget_waived = True
                 kind = FaultKind.BUDGET_EXCEEDED
                 memory_faults = (Fault(kind=kind, step=step, phase="forward_backward", detail=detail),)
@@ -213,21 +191,19 @@ class Step:
             phase="forward_backward",
             batch_size=num_samples,
             micro_batch_size=-(-num_samples // self._num_parts(num_samples)),
-            stores_least=self.activations is not None and self.activations.stores_least,
+            stores_least=self.activations.stores_least,
             detail=detail,
         )
 
     def _learn(self, step: int) -> tuple[Fault, ...]:
         """Keeps what the last pass has recorded of the regions; returns a fault if some can no longer be offloaded."""
-        if self.activations is None:
-            return ()
         if self.recorder is not None:
             self.activations.learn(self.recorder)
         return self.activations.exclude_unpinned(step, self.peers.ranks)
 
     def _disable_failed_feature(self, error: BaseException, step: int) -> tuple[Fault, ...]:
         """Turns off the optional feature (recomputation or compilation) that raised `error`; returns faults, if any."""
-        if self.activations is not None and (kept := self.activations.exclude_failed(error, step)):
+        if kept := self.activations.exclude_failed(error, step):
             return kept
         is_compiling = is_compile_error(error) or isinstance(error, PeerCompileError)
         if self.compilation is None or not is_compiling or is_out_of_memory(error):
@@ -261,15 +237,14 @@ class Step:
             self.stepper.attempt()
         for count, inputs, targets in batches:
             recorder = None
-            if self.activations is not None and not num_passed:
+            if not num_passed:
                 recorder = self.recorder = self.activations.recorder(count, self.precision.key, is_captured=is_captured)
-            module = self._forward_of(inputs, is_divided=bool(self.storage) or recorder is not None)
+            module = self._forward_of(inputs, is_divided=bool(self.activations.storage) or recorder is not None)
             with contextlib.ExitStack() as around:
                 if obstacles is not None:
                     around.enter_context(watched(obstacles, device))
                 around.enter_context(self._compiling())
-                if self.activations is not None:
-                    around.enter_context(self.activations.in_force(module, self._recomputing, recorder))
+                around.enter_context(self.activations.in_force(module, self._recomputing, recorder))
                 with self.precision.in_force():
                     outputs = cast_floating(forward(module, inputs), torch.float32)
                 with torch.autocast(device.type, enabled=False):
@@ -302,7 +277,7 @@ class Step:
     def _forward_of(self, inputs: Any, *, is_divided: bool) -> nn.Module:
         """Returns the module to call with `inputs`: the model, or its fused, divided or compiled form."""
         if self.fusion is not None and self.fusion.holds():
-            divided = None if self.activations is None else self.activations.divided
+            divided = self.activations.divided
             return divided.module if divided is not None and is_divided else self.fusion.module
         return self.model if self.compilation is None else self.compilation.forward_of(inputs)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.apply.weights import Weights
 from triaccel_ray.cuda.out_of_memory import first_line
-from triaccel_ray.model.gradients import Gradients
+from triaccel_ray.model.gradients import Gradients, buckets_by_arrival
 
 BUCKET_ELEMENTS = 2**23
 """Elements at which a bucket is full, 16 MiB of BF16 gradients: many small parameters take few launches."""
@@ -28,16 +28,8 @@ def buckets_of(model: nn.Module, watched: Sequence[nn.Parameter]) -> list[list[i
 
     Parameters that are adjacent in the model share a bucket.
     """
-    place_of = {p: place for place, p in enumerate(model.parameters())}
-    found: list[list[int]] = [[]]
-    size = 0
-    for index in sorted(range(len(watched)), key=lambda index: -place_of.get(watched[index], -1)):
-        if size >= BUCKET_ELEMENTS:
-            found.append([])
-            size = 0
-        found[-1].append(index)
-        size += watched[index].numel()
-    return found
+    order = list(model.parameters())
+    return buckets_by_arrival(watched, order, elements=BUCKET_ELEMENTS, in_first=BUCKET_ELEMENTS)
 
 
 class BucketedGradients:

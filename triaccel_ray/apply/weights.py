@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from triaccel_ray.kernels.multi_tensor import have_equal_dense_strides
 from triaccel_ray.model.gradients import has_hooks
-from triaccel_ray.model.layers import NORMS, Layer
+from triaccel_ray.model.layers import NORMS, Layer, is_transposed
 
 Shown = list[tuple[nn.Module, dict[str, tuple[nn.Parameter, nn.Parameter]]]]
 """Modules, and by name a parameter of theirs and the copy that they compute with."""
@@ -25,8 +25,6 @@ _PRODUCTS = {
     )
 }
 """Forward functions that multiply by their parameters and add them, and do nothing else with them."""
-_LINEAR_OF_GPT2 = "transformers.pytorch_utils.Conv1D"
-"""Name of a class that does the same."""
 
 
 class Weights:
@@ -201,9 +199,7 @@ def multiplied_parameters(layers: Sequence[Layer]) -> set[int]:
 
 
 def _only_multiplies(module: nn.Module) -> bool:
-    kind = type(module)
-    is_product = kind.forward in _PRODUCTS or f"{kind.__module__}.{kind.__qualname__}" == _LINEAR_OF_GPT2
-    return is_product and "forward" not in module.__dict__
+    return (type(module).forward in _PRODUCTS or is_transposed(module)) and "forward" not in module.__dict__
 
 
 def parameters_of_one(layers: Sequence[Layer], updated: Iterable[nn.Parameter]) -> dict[str, list[nn.Parameter]]:

@@ -142,29 +142,26 @@ class EpochProgress:
         self.loss = torch.zeros(2, dtype=torch.float64, device=device) if loss is None else loss
         """fp64 [2] on the device: sum of the samples' losses, and the number of samples."""
         self.num_steps = 0
-        self._device = device
-        self._carried_seconds, self._started = 0.0, math.nan  # NaN: the clock is stopped
-        self._read_joules = energy_counter(device)
-        self._carried_joules, self._joules_at_start = 0.0, math.nan
+        self._device, self._read_joules = device, energy_counter(device)
+        self._carried = 0.0, 0.0
+        """Seconds and joules until the clock was last started."""
+        self._started: tuple[float, float] | None = None
+        """The clock and the energy counter when it was; None while it is stopped."""
 
     def start(self) -> None:
         """Synchronizes the device and starts the clock, unless it is running."""
-        if math.isnan(self._started):
-            self._started, self._joules_at_start = self._now(), self._read_joules()
+        if self._started is None:
+            self._started = self._now()
 
-    @property
-    def seconds(self) -> float:
-        """Seconds so far, including those before a checkpoint; waits for the device."""
-        if math.isnan(self._started):
-            return self._carried_seconds
-        return self._carried_seconds + (self._now() - self._started)
+    def spent(self) -> tuple[float, float]:
+        """Returns seconds and joules so far, including those before a checkpoint; waits for the device.
 
-    @property
-    def joules(self) -> float:
-        """Joules in these seconds, NaN if not measured; read it after `seconds`, which waits for the device."""
-        if math.isnan(self._started):
-            return self._carried_joules
-        return self._carried_joules + (self._read_joules() - self._joules_at_start)
+        Joules are NaN if they are not measured.
+        """
+        if self._started is None:
+            return self._carried
+        (seconds, joules), now, started = self._carried, self._now(), self._started
+        return seconds + (now[0] - started[0]), joules + (now[1] - started[1])
 
     def begin(self) -> None:
         """Resets loss and number of steps for a new epoch; leaves the clock alone."""
@@ -173,8 +170,8 @@ class EpochProgress:
 
     def finish(self, sampler: Sampler) -> EpochStats:
         """Stops the clock and returns the statistics; waits for the device. Loss is NaN if every step was skipped."""
-        seconds, joules = self.seconds, self.joules
-        self._carried_seconds, self._carried_joules, self._started = 0.0, 0.0, math.nan
+        seconds, joules = self.spent()
+        self._carried, self._started = (0.0, 0.0), None
         loss_sum, num_samples = self.loss.tolist()
         return EpochStats(
             epoch=sampler.epoch,
@@ -187,17 +184,17 @@ class EpochProgress:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns loss, seconds and joules so far; the loop saves `num_steps` with its own counters."""
-        return {"epoch_loss": self.loss.clone(), "epoch_seconds": self.seconds, "epoch_joules": self.joules}
+        seconds, joules = self.spent()
+        return {"epoch_loss": self.loss.clone(), "epoch_seconds": seconds, "epoch_joules": joules}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the state that `state_dict` returned, with the clock stopped."""
         self.loss.copy_(state["epoch_loss"])
-        self._carried_seconds, self._started = state["epoch_seconds"], math.nan
-        self._carried_joules = state["epoch_joules"]
+        self._carried, self._started = (state["epoch_seconds"], state["epoch_joules"]), None
 
-    def _now(self) -> float:
+    def _now(self) -> tuple[float, float]:
         synchronize(self._device)
-        return time.perf_counter()
+        return time.perf_counter(), self._read_joules()
 
 
 class LossBuffers:

@@ -16,7 +16,7 @@ from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.apply.compile import Compilation, is_compiled
 from triaccel_ray.apply.divide import divide
 from triaccel_ray.apply.fuse import Fusion, fuse
-from triaccel_ray.apply.fused_optimizer import has_kernel
+from triaccel_ray.apply.fused_optimizer import without_kernel_because
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer, watched_parameters
 from triaccel_ray.apply.precision import LayerPrecision, precisions_without_benefit, supported_precisions
@@ -229,7 +229,7 @@ class Training:
                 f"step hooks or a learning rate in a tensor; change the optimizer, {type(optimizer).__name__}, or give "
                 f"{name}={plain!r}"
             )
-            require(value in (plain, "auto") or has_kernel(optimizer), name, value, rule)
+            require(value in (plain, "auto") or not without_kernel_because(optimizer), name, value, rule)
 
     def _compile(self, host_waits: Sequence[str]) -> Compilation | None:
         """Returns the compilation of the model, or None if the user has compiled it; notes how and why."""
@@ -260,10 +260,10 @@ class Training:
         chosen = self._config.execution.activations
         return self.memory.has_budget if chosen == "auto" else chosen != "keep"
 
-    def _activations(self, fusion: Fusion | None, compilation: Compilation | None) -> Activations | None:
-        """Returns the storage of compiled blocks or model regions; None, with a note if one was asked for, without."""
+    def _activations(self, fusion: Fusion | None, compilation: Compilation | None) -> Activations:
+        """Returns the storage of compiled blocks or model regions; notes if one is asked for without any."""
         if (chosen := self._config.execution.activations) == "keep":
-            return None
+            return Activations({}, self.device)
         regions = find_regions(self.model)
         text = f"the model has no blocks of several layers to {chosen}"
         if compilation is not None and compilation.blocks:
@@ -284,7 +284,7 @@ class Training:
             return activations
         if chosen != "auto":
             self._note(FaultKind.ACTIVATIONS_KEPT, "checkpoint", text)
-        return None
+        return Activations({}, self.device)
 
     def _fuse(self) -> Fusion | None:
         """Returns the model with its norms fused; None if it has no norms or, with a note, if fusing is refused."""

@@ -69,7 +69,7 @@ class TrainingUpdate:
         scale = self._loss_scale.factor(active)
         wait_for_loss = self._ranks.start_sum([loss_sum])
         if isinstance(gradients, Gradients):
-            found = self._moments.update(gradients, scale)
+            found = self._moments.stats.update(gradients.table, scale)
             divisor = self._divisor_of(scale, active, lambda: self._moments.norm(scale))
             self._optimizer.update(gradients, divisor=divisor, found_nonfinite=found)
         else:

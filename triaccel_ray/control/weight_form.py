@@ -123,7 +123,7 @@ def _saved_bytes(task: CheckedTask, device: torch.device) -> tuple[int, str]:
             require_working(task.model, task.loss, source)
     except Exception as error:  # any, of the user's code: the check of model and data that follows raises it
         return 0, f"two samples cannot be passed to measure what they save: {first_line(error)}"
-    return counted.total, ""
+    return sum(counted.values()), ""
 
 
 def _data_bytes(source: DataSource) -> int:

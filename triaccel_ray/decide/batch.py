@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from triaccel_ray.config import BatchConfig
-from triaccel_ray.decide.throughput import efficient_size
+from triaccel_ray.decide.throughput import batch_reason, efficient_size
 from triaccel_ray.records.plan import Fault, FaultKind, Plan, Reason, ReasonCode
 from triaccel_ray.records.signals import MemorySignal, NoiseSignal, Observation
 from triaccel_ray.records.state import BatchState, Change
@@ -109,7 +109,7 @@ def retreat(
     text += f": {plan.batch_size} -> {size}" if size != plan.batch_size else ": the batch stays"
     if parts > config.accumulate:
         text += f" in {parts} parts"
-    reason = _reason(ReasonCode(smallest.kind.value), text, value=smallest.batch_size, threshold=size)
+    reason = batch_reason(ReasonCode(smallest.kind.value), text, value=smallest.batch_size, threshold=size)
     return BatchDecision(
         batch_size=size,
         num_micro_batches=parts,
@@ -160,7 +160,7 @@ def decide_batch(
         waits_for_storage=False,
     )
     unchanged = BatchDecision(batch_size=plan.batch_size, num_micro_batches=plan.num_micro_batches, state=state)
-    share = _share(config, memory)
+    share = memory_share(config, memory)
     if config.enabled and share > config.rho_high:
         return _shrink(config, plan, memory, state)
     if config.enabled and share >= config.rho_low:
@@ -240,7 +240,7 @@ def _shrink(config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchS
         cap = min(plan.batch_size - config.granularity, state.cap or config.maximum)
         state = replace(state, ticks_since_change=0, cap=cap, cap_ticks_left=config.oom_cooldown_ticks)
     text = f"memory {_describe_use(config, memory)} > rho_high {config.rho_high:.3g}{outcome}"
-    reason = _reason(ReasonCode.MEMORY_HIGH, text, value=_share(config, memory), threshold=config.rho_high)
+    reason = batch_reason(ReasonCode.MEMORY_HIGH, text, value=memory_share(config, memory), threshold=config.rho_high)
     return BatchDecision(batch_size=size, num_micro_batches=plan.num_micro_batches, state=state, reasons=(reason,))
 
 
@@ -256,7 +256,7 @@ def _step_up(config: BatchConfig, plan: Plan) -> tuple[int, int]:
 
 def _candidate_sizes(size: int, config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchState) -> list[int]:
     """Returns `size`, one step up, and the larger sizes that the batch may grow to at once."""
-    most = min(config.rho_low / max(_share(config, memory), 1e-9) * plan.batch_size, state.cap or config.maximum)
+    most = min(config.rho_low / max(memory_share(config, memory), 1e-9) * plan.batch_size, state.cap or config.maximum)
     if plan.batch_size < config.start:
         most = min(most, config.start)
     if config.bound_by_noise_scale:
@@ -269,26 +269,26 @@ def _reason_to_hold(
 ) -> Reason | None:
     """Returns why the batch must not grow to `size`, or its micro-batches must not grow, now; None if they may."""
     if is_unjudged:
-        return _reason(ReasonCode.HELD_UNJUDGED, "waits: the last change of plan is not judged yet")
+        return batch_reason(ReasonCode.HELD_UNJUDGED, "waits: the last change of plan is not judged yet")
     if enlarged:
         text = "waits: at this tick a precision was raised or could not be, so the memory measured is stale"
-        return _reason(ReasonCode.HELD_ENLARGED, text)
+        return batch_reason(ReasonCode.HELD_ENLARGED, text)
     if state.cap is not None and plan.batch_size >= state.cap:
         text = f"capped at {state.cap} for {state.cap_ticks_left} more ticks after too large a batch"
-        return _reason(ReasonCode.HELD_CAPPED, text, threshold=state.cap)
+        return batch_reason(ReasonCode.HELD_CAPPED, text, threshold=state.cap)
     # A return to the undivided batch, or to the initial size, does not depend on the noise scale.
     if not (config.bound_by_noise_scale and size > max(plan.batch_size, config.start)):
         return None
     # Half of the average's weight: single measurements are as often negative as they are a hundred times too large.
     if state.noise is None or state.noise.trace_covariance < 0.5:
         text = f"no batch of {size} before the gradient noise scale is known"
-        return _reason(ReasonCode.HELD_NOISE_SCALE, text, value=size)
+        return batch_reason(ReasonCode.HELD_NOISE_SCALE, text, value=size)
     scale = noise_scale(state.noise)
     bound = config.noise_share * scale
     if size > bound:
         share = "" if config.noise_share == 1.0 else f" x {config.noise_share:.3g}"
         text = f"gradient noise scale {scale:.3g}{share}: a batch of {size} would average little more"
-        return _reason(ReasonCode.HELD_NOISE_SCALE, text, value=size, threshold=bound)
+        return batch_reason(ReasonCode.HELD_NOISE_SCALE, text, value=size, threshold=bound)
     return None
 
 
@@ -300,24 +300,17 @@ def _grow(
         text = f"memory {_describe_use(config, memory)} < rho_low {config.rho_low:.3g}: {change}"
     else:
         text = f"the cap after an out-of-memory error is lifted: {change}"
-    reason = _reason(ReasonCode.MEMORY_LOW, text, value=_share(config, memory), threshold=config.rho_low)
+    reason = batch_reason(ReasonCode.MEMORY_LOW, text, value=memory_share(config, memory), threshold=config.rho_low)
     state = replace(state, ticks_since_change=0)
     return BatchDecision(batch_size=size, num_micro_batches=parts, state=state, reasons=(reason,))
 
 
-def _reason(code: ReasonCode, text: str, *, value: float | None = None, threshold: float | None = None) -> Reason:
-    if value is not None:
-        value = float(value)
-    if threshold is not None:
-        threshold = float(threshold)
-    return Reason(code=code, subject="batch", text=text, value=value, threshold=threshold)
-
-
-def _share(config: BatchConfig, memory: MemorySignal) -> float:
+def memory_share(config: BatchConfig, memory: MemorySignal) -> float:
+    """Returns the share of the memory limit in use, counted as configured."""
     return memory.share(counts_idle=config.counts_idle_memory)
 
 
 def _describe_use(config: BatchConfig, memory: MemorySignal) -> str:
     idle, above = (0, "") if config.counts_idle_memory else (memory.idle_bytes, " above the idle process")
     taken, room = memory.window_peak_bytes - idle, memory.attainable_bytes - idle
-    return f"{_share(config, memory):.3f} ({taken / GIB:.2f} of {room / GIB:.2f} GiB{above})"
+    return f"{memory_share(config, memory):.3f} ({taken / GIB:.2f} of {room / GIB:.2f} GiB{above})"

@@ -183,5 +183,5 @@ def _base_ms(observation: Observation, judged: Judgement) -> float | None:
 
 
 def _mispredicted(text: str, value: float, predicted: float) -> Reason:
-    code, value, predicted = ReasonCode.MEMORY_MISPREDICTED, float(value), float(predicted)
+    code = ReasonCode.MEMORY_MISPREDICTED
     return Reason(code=code, subject="memory", text=f"memory plan: {text}", value=value, threshold=predicted)

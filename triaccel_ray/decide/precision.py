@@ -172,7 +172,7 @@ def bar_overflowing(
         f"{len(barred)} layers leave fp16 for {ticks} ticks"
     )
     reason = Reason(
-        code=ReasonCode.OVERFLOW, subject="precision", text=text, value=float(num_skipped), threshold=num_steps / 2
+        code=ReasonCode.OVERFLOW, subject="precision", text=text, value=num_skipped, threshold=num_steps / 2
     )
     return updated, [reason]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from triaccel_ray.config import BatchConfig, ControlConfig
-from triaccel_ray.decide.batch import GIB
+from triaccel_ray.decide.batch import GIB, memory_share
 from triaccel_ray.decide.calibration import (
     BARRED_SHARE,
     budget_bytes,
@@ -57,17 +57,6 @@ class MemoryDecision:
     reasons: tuple[Reason, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Conditions:
-    """What the rules before this one have decided at a tick."""
-
-    judged: Judgement
-    lacks_memory: bool
-    """Whether the batch rule retreats after a failure of this interval."""
-    may_change: bool
-    """Whether a faster plan may be tried: no precision changes at this tick, and no plan failed to apply."""
-
-
 def stores_least(config: ControlConfig, observation: Observation) -> bool:
     """Returns whether a batch that cannot shrink ran out of memory, and passed once all regions were recomputed."""
     plan_may_change = config.execution.activations == "auto" and _is_smallest(config.batch, observation.plan)
@@ -76,9 +65,18 @@ def stores_least(config: ControlConfig, observation: Observation) -> bool:
 
 
 def decide_storage(
-    config: ControlConfig, observation: Observation, state: MemoryState, conditions: Conditions
+    config: ControlConfig,
+    observation: Observation,
+    state: MemoryState,
+    judged: Judgement,
+    *,
+    lacks_memory: bool,
+    may_change: bool,
 ) -> MemoryDecision:
     """Returns what becomes of saved tensors in the next interval (AccUDNN's memory optimizer).
+
+    With `lacks_memory`, the batch rule retreats after a failure of this interval. A faster plan is tried only with
+    `may_change`: no precision changes at this tick, and no plan failed to apply.
 
     Only a batch that cannot shrink is planned: an elastic one above its smallest size shrinks and keeps everything.
 
@@ -93,7 +91,7 @@ def decide_storage(
 
     Without `revert_slowdowns` timings decide nothing: what an error has led to stays.
     """
-    plan, mode, undo = observation.plan, config.execution.activations, conditions.judged.undo
+    plan, mode, undo = observation.plan, config.execution.activations, judged.undo
     if mode != "auto":
         return MemoryDecision(storage=storage_of_all(mode, observation.regions), state=state)
     state = forget_shortage(observation.memory, _after_tick(state))
@@ -101,7 +99,7 @@ def decide_storage(
         state = _held(config, state)
     state, reasons = compare(observation, state)
     unchanged = MemoryDecision(storage=plan.storage, state=state, reasons=reasons)
-    if conditions.lacks_memory:
+    if lacks_memory:
         return _after_failure(config, observation, unchanged)
     if undo is not None and undo.stored is not None:
         return replace(
@@ -112,7 +110,7 @@ def decide_storage(
             reasons=(*reasons, _plan_reason(observation, undo.stored, "the faster plan was slower")),
         )
     if config.revert_slowdowns and _is_smallest(config.batch, plan) and observation.regions:
-        return _planned(config, observation, unchanged, conditions)
+        return _planned(config, observation, unchanged, judged, may_change=may_change)
     return unchanged
 
 
@@ -133,17 +131,17 @@ def growth_hold(config: ControlConfig, observation: Observation, decided: Memory
 
 
 def _planned(
-    config: ControlConfig, observation: Observation, unchanged: MemoryDecision, conditions: Conditions
+    config: ControlConfig, observation: Observation, unchanged: MemoryDecision, judged: Judgement, *, may_change: bool
 ) -> MemoryDecision:
     """Returns a smaller plan if memory is nearly exhausted, or a faster one."""
-    profile, judged, in_use = observation.profile, conditions.judged, is_planned(config, observation)
+    profile, in_use = observation.profile, is_planned(config, observation)
     if profile is None:
         return unchanged
     planning = _Planning(config, observation, profile, measure(observation, profile, judged, unchanged.state))
-    lacks_memory = _share(config, observation) > config.batch.rho_high and is_tight(observation.memory)
-    if lacks_memory or (in_use and is_not_capturable(observation)):
+    is_high = memory_share(config.batch, observation.memory) > config.batch.rho_high
+    if (is_high and is_tight(observation.memory)) or (in_use and is_not_capturable(observation)):
         return _smaller(planning, unchanged)
-    if in_use and conditions.may_change and not judged.is_open:
+    if in_use and may_change and not judged.is_open:
         return _faster(planning, unchanged, judged.state.growth_ms)
     return unchanged
 
@@ -232,7 +230,7 @@ def _faster(planning: _Planning, unchanged: MemoryDecision, growth_ms: float | N
     if not profile.can_split and chosen.num_micro_batches < plan.num_micro_batches:
         return _changed(observation, unchanged, chosen, "micro-batches change the results")
     is_plain = not chosen.storage and chosen.num_micro_batches == config.batch.accumulate
-    if is_plain and config.batch.enabled and _share(config, observation) < config.batch.rho_low:
+    if is_plain and config.batch.enabled and memory_share(config.batch, observation.memory) < config.batch.rho_low:
         return _changed(observation, unchanged, chosen, "the batch may grow then")
     if chosen.prediction.ms > measured.step_ms * (1.0 if is_plain else _FASTER_SHARE):
         return unchanged
@@ -246,10 +244,6 @@ def _faster(planning: _Planning, unchanged: MemoryDecision, growth_ms: float | N
     text = f"a faster memory plan would save {saved_ms / 1e3:.2g} s, and a new one costs {cost_ms / 1e3:.2g} s"
     reason = Reason(code=ReasonCode.HELD_COST, subject="memory", text=text, value=saved_ms, threshold=cost_ms)
     return replace(unchanged, reasons=(*unchanged.reasons, reason))
-
-
-def _share(config: ControlConfig, observation: Observation) -> float:
-    return observation.memory.share(counts_idle=config.batch.counts_idle_memory)
 
 
 def _barred(config: ControlConfig, state: MemoryState, plan: Plan) -> MemoryState:
@@ -305,8 +299,8 @@ def _plan_reason(observation: Observation, new: Stored, why: str, prediction: Pr
     if prediction is None:
         return Reason(code=ReasonCode.MEMORY_PLAN, subject="memory", text=f"{text}: {why}; before {before}")
     text += f": {why}: predicted {_described(prediction.peak_bytes, prediction.ms)}; before {before}"
-    value, threshold = float(prediction.peak_bytes), float(peak)
-    return Reason(code=ReasonCode.MEMORY_PLAN, subject="memory", text=text, value=value, threshold=threshold)
+    code, value = ReasonCode.MEMORY_PLAN, prediction.peak_bytes
+    return Reason(code=code, subject="memory", text=text, value=value, threshold=peak)
 
 
 def _described(peak_bytes: int, ms: float | None) -> str:

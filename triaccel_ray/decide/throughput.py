@@ -95,7 +95,7 @@ def size_that_pays(
     if not (config.revert_slowdowns and _is_captured(observation)):
         return sizes[0]
     if not state.intervals:
-        return _hold(ReasonCode.HELD_UNJUDGED, "waits: no step time under this plan yet")
+        return batch_reason(ReasonCode.HELD_UNJUDGED, "waits: no step time under this plan yet")
     size, ms_per_sample = observation.plan.batch_size, median(state.intervals)
     timing, largest = state.other_timing, max(config.batch.maximum, sizes[-1])
     if timing is None or timing.batch_size == size:
@@ -109,13 +109,13 @@ def size_that_pays(
         saved_share = shares[chosen]
     if potential <= 1.0 - EFFICIENT_SHARE:
         text = f"the largest batch would make steps only {potential:.1%} faster a sample"
-        return _hold(ReasonCode.HELD_COST, text, potential, 1.0 - EFFICIENT_SHARE)
+        return batch_reason(ReasonCode.HELD_COST, text, potential, 1.0 - EFFICIENT_SHARE)
     saved_ms = saved_share * observation.samples_left * ms_per_sample
     cost_ms = observation.adapting_ms if state.growth_ms is None else state.growth_ms
     if saved_ms > cost_ms:
         return chosen
     text = f"a batch of {chosen} {expected} save {saved_ms / 1e3:.2g} s, and a new size costs {cost_ms / 1e3:.2g} s"
-    return _hold(ReasonCode.HELD_COST, text, saved_ms, cost_ms)
+    return batch_reason(ReasonCode.HELD_COST, text, saved_ms, cost_ms)
 
 
 def efficient_size(ms_per_sample: Mapping[int, float]) -> int:
@@ -194,10 +194,6 @@ def _is_captured(observation: Observation) -> bool:
     return observation.adapting_ms > 0
 
 
-def _hold(code: ReasonCode, text: str, value: float | None = None, threshold: float | None = None) -> Reason:
-    return Reason(code=code, subject="batch", text=text, value=value, threshold=threshold)
-
-
 def _is_in_force(change: Change, plan: Plan) -> bool:
     is_lowered = all(plan.precision[name].rank < level.rank for name, level in change.precision.items())
     is_stored = change.stored is None or change.stored != Stored.under(plan)
@@ -219,6 +215,11 @@ def _reason(plan: Plan, change: Change, ms_per_sample: float) -> Reason:
     before = change.ms_per_sample
     text = f"{' and '.join(parts)} is slower, {ms_per_sample:.3g} against {before:.3g} ms a sample: undone"
     return Reason(code=ReasonCode.SLOWER, subject="throughput", text=text, value=ms_per_sample, threshold=before)
+
+
+def batch_reason(code: ReasonCode, text: str, value: float | None = None, threshold: float | None = None) -> Reason:
+    """Returns a reason of the batch rule."""
+    return Reason(code=code, subject="batch", text=text, value=value, threshold=threshold)
 
 
 def barred_precision(state: LayerState) -> Precision | None:

@@ -11,7 +11,7 @@ from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batc
 from triaccel_ray.decide.calibration import remember_plan
 from triaccel_ray.decide.curvature import lr_reasons, lr_scale, remember_curvature, smooth_noise
 from triaccel_ray.decide.precision import bar_overflowing, decide_precision, keep_precision
-from triaccel_ray.decide.storage import Conditions, decide_storage, growth_hold, stores_least
+from triaccel_ray.decide.storage import decide_storage, growth_hold, stores_least
 from triaccel_ray.decide.throughput import Judgement, bar_undone, judge, size_that_pays, watch
 from triaccel_ray.decide.weight_form import remember_form
 from triaccel_ray.records.plan import Plan, Precision, Reason, ReasonCode
@@ -52,12 +52,9 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     noise = smooth_noise(config.batch.noise_smoothing, state.batch.noise, observation.noise)
     batch_state = replace(batch_state, noise=noise)
     retreated = retreat(config.batch, observation, batch_state, keeps_size=stores_least(config, observation))
-    conditions = Conditions(
-        judged=judged,
-        lacks_memory=retreated is not None,
-        may_change=observation.apply_fault is None and precision == before.precision,
-    )
-    memory = decide_storage(config, observation, state.memory, conditions)
+    may_change = observation.apply_fault is None and precision == before.precision
+    lacks_memory = retreated is not None
+    memory = decide_storage(config, observation, state.memory, judged, lacks_memory=lacks_memory, may_change=may_change)
     reasons += memory.reasons
     batch: BatchDecision = (
         retreated
@@ -118,4 +115,4 @@ def _batch_lr_reasons(config: BatchConfig, old: Plan, new: Plan) -> list[Reason]
     if new.batch_lr_scale == old.batch_lr_scale:
         return []
     text = f"rule {config.lr_rule} at batch {new.batch_size}: learning rate times {new.batch_lr_scale:.3g}"
-    return [Reason(code=ReasonCode.LR_SCALE, subject="batch", text=text, value=float(new.batch_size))]
+    return [Reason(code=ReasonCode.LR_SCALE, subject="batch", text=text, value=new.batch_size)]

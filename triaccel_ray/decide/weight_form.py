@@ -70,7 +70,7 @@ def decide_form(config: ControlConfig, signal: ParameterSignal | None) -> tuple[
         compared = before[name] if is_lean else form
         needed, room = needed_bytes(signal, compared), max(room_bytes(signal, compared) or 0, 0)
         text = f"{_TEXTS[name][is_lean]}: {refused.get(name) or _comparison(needed, room, is_lean=is_lean)}"
-        value, threshold = (None, None) if name in refused else (float(needed), float(room))
+        value, threshold = (None, None) if name in refused else (needed, room)
         code = ReasonCode.WEIGHT_FORM
         reasons.append(Reason(code=code, subject="memory", text=text, value=value, threshold=threshold))
     return form, reasons

@@ -35,36 +35,6 @@ class Limits:
     block_bytes: int = 128 * 2**20
     """Most bytes of one block of per-sample gradients; larger ones are formed and consumed in pieces."""
 
-    @classmethod
-    def within(
-        cls,
-        budget_bytes: int,
-        probes: Sequence[Probe],
-        *,
-        num_samples: int,
-        most_samples: int,
-        kept_bytes: int | None = None,
-    ) -> Limits:
-        """Returns the limits under which a measurement of `num_samples` stays within the budget.
-
-        Args:
-            budget_bytes: what the tensors may take at their peak.
-            probes: one or two, of different numbers of samples; peaks are extrapolated linearly.
-            num_samples: of the measurement.
-            most_samples: at once, for other reasons.
-            kept_bytes: what the method keeps from chunk to chunk; None if it adapts to a limit.
-        """
-        budget = max(budget_bytes, _LEAST_BUDGET)
-        block = min(max(budget // 8, _LEAST_BLOCK), cls.block_bytes)
-        per_sample = max(_slope(probes, [float(probe.num_bytes) for probe in probes]), 1.0)
-        fixed = max(probes[0].num_bytes - probes[0].num_samples * per_sample, 0.0)
-        if fixed + num_samples * per_sample <= budget and most_samples >= num_samples:
-            return cls(block_bytes=block)
-        kept = kept_bytes or budget // 3
-        fitting = max(1, min(most_samples, int((budget - kept - fixed) / per_sample)))
-        num_chunks = -(-num_samples // fitting)
-        return cls(chunk_samples=-(-num_samples // num_chunks), kept_bytes=max(kept, block), block_bytes=block)
-
 
 def limits_within(
     budget_bytes: int | None,
@@ -75,16 +45,32 @@ def limits_within(
     most_samples: int,
     kept_bytes: int | None,
 ) -> tuple[Limits, list[Probe]]:
-    """Returns the limits that fit a budget, and the probes behind them, empty if none was needed.
+    """Returns the limits under which a measurement fits a budget, and the probes behind them, empty if none was needed.
 
-    Probes two samples and four, or one if four would exceed the budget by what two have taken. See `Limits.within`.
+    Probes two samples and four, or one if four would exceed the budget. Peaks are extrapolated linearly.
+
+    Args:
+        budget_bytes: what the tensors may take at their peak; None: no bound.
+        probe: measures so many samples at once.
+        bytes_of_two: what two samples have taken before.
+        num_samples: of the measurement.
+        most_samples: at once, for other reasons.
+        kept_bytes: what the method keeps from chunk to chunk; None if it adapts to a limit.
     """
     if budget_bytes is None or num_samples <= 4:
         return Limits(chunk_samples=most_samples if most_samples < num_samples else None), []
-    sizes = (2, 4) if 2 * bytes_of_two <= max(budget_bytes, _LEAST_BUDGET) else (1,)
-    probes = [probe(size) for size in sizes]
-    sample_counts = {"num_samples": num_samples, "most_samples": most_samples}
-    return Limits.within(budget_bytes, probes, **sample_counts, kept_bytes=kept_bytes), probes
+    budget = max(budget_bytes, _LEAST_BUDGET)
+    probes = [probe(size) for size in ((2, 4) if 2 * bytes_of_two <= budget else (1,))]
+    block = min(max(budget // 8, _LEAST_BLOCK), Limits.block_bytes)
+    per_sample = max(_slope(probes, [float(each.num_bytes) for each in probes]), 1.0)
+    fixed = max(probes[0].num_bytes - probes[0].num_samples * per_sample, 0.0)
+    if fixed + num_samples * per_sample <= budget and most_samples >= num_samples:
+        return Limits(block_bytes=block), probes
+    kept = kept_bytes or budget // 3
+    fitting = max(1, min(most_samples, int((budget - kept - fixed) / per_sample)))
+    num_chunks = -(-num_samples // fitting)
+    chunk = -(-num_samples // num_chunks)
+    return Limits(chunk_samples=chunk, kept_bytes=max(kept, block), block_bytes=block), probes
 
 
 def predicted_seconds(probes: Sequence[Probe], *, samples_at_once: int, num_passes: int) -> float:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.kernels.grad_stats.api import GradStats
-from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import Layer
 
 
@@ -43,15 +42,8 @@ class GradientMoments:
             buckets=buckets,
             device=watched[0].device,
         )
-        """One group per layer, and a last one for parameters of no layer, which the global norm includes."""
-
-    def update(self, gradients: Gradients, loss_scale: Tensor) -> Tensor:
-        """Adds one step's gradients to the averages; returns whether any is not finite: fp32 scalar, 0 or 1.
-
-        Gradients are scaled by `loss_scale` (scalar tensor); their variance is divided by its square. A layer without a
-        gradient, or with a non-finite one, keeps its average.
-        """
-        return self.stats.update(gradients.table, loss_scale)
+        """One group per layer, and a last one for parameters of no layer, which the global norm includes. Steps update
+        the averages here."""
 
     def read(self) -> Tensor:
         """Returns the bias-corrected averages v_l, fp64 [num_layers]; NaN before a layer's first finite gradient."""

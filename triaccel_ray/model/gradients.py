@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from triaccel_ray.kernels.multi_tensor import TensorTable, have_equal_dense_strides
-
-_NO_SUMS: Mapping[int, Tensor] = MappingProxyType({})
 
 
 class Gradients:
@@ -28,7 +25,7 @@ class Gradients:
         )
 
     @torch.no_grad()
-    def collect(self, copies: Mapping[int, Tensor], sums: Mapping[int, Tensor] = _NO_SUMS) -> None:
+    def collect(self, copies: Mapping[int, Tensor], sums: Mapping[int, Tensor]) -> None:
         """Takes the gradients from the parameters, or from their copies or sums (id of the parameter -> tensor).
 
         Each is brought into the memory layout of its parameter. `publish` makes their addresses known to kernels.
@@ -61,6 +58,26 @@ def gradient_of(parameter: nn.Parameter, copy: Tensor | None, total: Tensor | No
     if gradient is None or gradient.stride() == parameter.stride() or have_equal_dense_strides(gradient, parameter):
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+
+
+def buckets_by_arrival(
+    parameters: Sequence[nn.Parameter], order: Sequence[nn.Parameter], *, elements: int, in_first: int
+) -> list[list[int]]:
+    """Returns indices of `parameters` in buckets, in the order in which gradients arrive: those used last come first.
+
+    `order` is that of the forward pass, as far as it is known. A bucket is full at so many `elements`, the first one
+    at `in_first`.
+    """
+    place_of = {p: place for place, p in enumerate(order)}
+    found: list[list[int]] = [[]]
+    size, limit = 0, in_first
+    for index in sorted(range(len(parameters)), key=lambda index: -place_of.get(parameters[index], -1)):
+        if size >= limit:
+            found.append([])
+            size, limit = 0, elements
+        found[-1].append(index)
+        size += parameters[index].numel()
+    return found
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:

@@ -236,6 +236,12 @@ def uncompiled() -> contextlib.AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
+def is_transposed(module: nn.Module) -> bool:
+    """Returns whether this is the linear layer of Hugging Face's GPT-2, whose weight is [inputs, outputs]."""
+    kind = type(module)
+    return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
+
+
 def is_depthwise(module: nn.Module) -> bool:
     """Returns whether `module` is a 2-d convolution with one filter per channel."""
     return isinstance(module, nn.Conv2d) and module.groups == module.in_channels == module.out_channels > 1

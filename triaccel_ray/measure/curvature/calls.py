@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from triaccel_ray.model.layers import Layer
+from triaccel_ray.model.layers import Layer, is_transposed
 from triaccel_ray.model.pytree import tensors_in
 
 
@@ -263,9 +263,3 @@ def _is_linear_map(layer: Layer, module: nn.Module) -> bool:
         is_stock = kind.forward is nn.Conv2d.forward and type(module)._conv_forward is nn.Conv2d._conv_forward
         return is_stock and module.padding_mode == "zeros"
     return kind.forward is nn.Linear.forward or (is_transposed(module) and len(layer.modules) == 1)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Returns whether this is the linear layer of Hugging Face's GPT-2, whose weight is [inputs, outputs]."""
-    kind = type(module)
-    return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from triaccel_ray.measure.curvature.calls import is_transposed
-from triaccel_ray.model.layers import Layer
+from triaccel_ray.model.layers import Layer, is_transposed
 
 _TRAFFIC = 16
 """Multiply-adds in the time that one element takes to be written and read again: an order of magnitude for GPUs and
