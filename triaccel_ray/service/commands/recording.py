@@ -81,7 +81,7 @@ def search_parent(spec: SearchSpec, folder: Path) -> Parent:
         return results
 
     journal = folder / JOURNAL
-    return Parent(name=folder.name, tags=tags, pruned=lambda: ended_trials(journal), closing_tags=closing_tags)
+    return Parent(tags=tags, pruned=lambda: ended_trials(journal), closing_tags=closing_tags)
 
 
 @contextlib.contextmanager

@@ -268,9 +268,7 @@ def _run_search(spec: SearchSpec, work: Work, claim: Claim) -> None:
 
 def _compare(spec: ComparisonSpec, work: Work, show: Show) -> Outcome:
     base, place, folder = spec.base, work.place, work.folder
-    parent = Parent(
-        name=folder.name, tags={"task": base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
-    )
+    parent = Parent(tags={"task": base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)})
     with _set_of_runs(spec, COMPARISON, work, parent) as log:
         with _ray(work.where):
             num_gpus = gpus_of_a_run(base, work.where.address)
