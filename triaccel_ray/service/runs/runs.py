@@ -22,6 +22,7 @@ from ray.tune.execution import class_cache
 from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.records.events import End, LogError, TakenOverError
+from triaccel_ray.service.cluster.cluster import environment_variables
 from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, RunFailedError, StoreError, failed
 from triaccel_ray.service.runs.group import release_gpus
 from triaccel_ray.service.runs.record import end_run, read_if_begun
@@ -242,20 +243,16 @@ def _quiet_tune() -> Iterator[None]:
     """Silences Tune, since event logs and results say everything, and keeps it from passing on AWS keys."""
     logger = logging.getLogger("ray.tune")
     level_before = logger.level
-    missing = [name for name in _TUNE_SETTINGS if name not in os.environ]
     # Tune would send these to its actors in a runtime environment, which Ray writes to the logs of every machine.
     class_cache.ENV_VARS_TO_PROPAGATE.difference_update(_AWS_KEYS)
-    os.environ.update({name: _TUNE_SETTINGS[name] for name in missing})
     logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), environment_variables({**_TUNE_SETTINGS, **os.environ}):
             warnings.simplefilter("ignore", DeprecationWarning)  # about Tune's own API
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
         logger.setLevel(level_before)
-        for name in missing:
-            os.environ.pop(name, None)
 
 
 @contextlib.contextmanager
