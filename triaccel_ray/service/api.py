@@ -12,6 +12,7 @@ from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.options import DEFAULT_STORAGE, Where
 from triaccel_ray.service.cli.parsing import check
 from triaccel_ray.service.cli.specs import Compare, Run, Search, Trains, TuneBatch
+from triaccel_ray.service.console import SafeConsole
 from triaccel_ray.service.report.report import View, show
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Task
@@ -117,13 +118,9 @@ class Report(View):
 
     def __str__(self) -> str:
         """Returns what `triaccel report` prints."""
-        from triaccel_ray.service.console import SafeConsole
-
-        plain: dict[str, Any] = {"color_system": None, "force_terminal": False, "force_jupyter": False, "width": WIDTH}
-        terminal = SafeConsole(file=StringIO(), highlight=False, markup=False, emoji=False, **plain)
-        with terminal.capture() as printed:
-            show(self, terminal)
-        return printed.get().rstrip()
+        text = StringIO()
+        show(self, SafeConsole(file=text, color_system=None, force_terminal=False, force_jupyter=False, width=WIDTH))
+        return text.getvalue().rstrip()
 
     def __repr__(self) -> str:
         return f"Report({str(self.folder)!r})"

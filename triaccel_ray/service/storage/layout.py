@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,11 +54,9 @@ FIGURES = "figures"
 """Folder of pictures."""
 
 
-def is_set_of_runs(files: Container[str] | Path) -> bool:
-    """Returns whether a folder, or one with these files, is that of a search or comparison."""
-    if isinstance(files, Path):
-        return any((files / name).exists() for name in (SEARCH, COMPARISON))
-    return SEARCH in files or COMPARISON in files
+def is_set_of_runs(folder: Path) -> bool:
+    """Returns whether a folder is that of a search or comparison."""
+    return any((folder / name).exists() for name in (SEARCH, COMPARISON))
 
 
 def begin(folder: Path, file: str, spec: Any) -> None:
