@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import os
 from io import StringIO
 from pathlib import Path
 from typing import Any, Final
@@ -78,12 +77,11 @@ def tune_batch(task: str | type[Task] | None = None, **options: Any) -> Report:
 
 def _carried_out(command: Trains) -> Report:
     check(command)
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # else Tune prints tables, even when silenced
     from triaccel_ray.service.commands.train import carry_out
     from triaccel_ray.service.failures import RunsFailedError
 
     outcome = carry_out(command)
-    if outcome.failures and outcome.num_finished == 0:
+    if outcome.failures:
         raise RunsFailedError(outcome.failures)
     assert outcome.view is not None  # something new has been trained
     return Report.of(outcome.view)

@@ -96,9 +96,7 @@ class Outcome:
     is_complete: bool
     """Whether all requested work was done; for a search, also whether a trial can be recommended."""
     failures: Sequence[str] = ()
-    """Messages of the failed runs of a search or comparison, already printed."""
-    num_finished: int = 1
-    """Runs that are not in `failures`."""
+    """Messages of the failed runs of a search or comparison, already printed, if none has finished."""
 
 
 def carry_out(command: Trains | Resume, show: Show = lambda view: None) -> Outcome:
@@ -228,8 +226,7 @@ def _search(spec: SearchSpec, work: Work, show: Show) -> Outcome:
         work=work,
         view=view,
         is_complete=best is not None and not failures,
-        failures=list(failures.values()),
-        num_finished=len(record.trials) - len(failures),
+        failures=list(failures.values()) if len(failures) == len(record.trials) else (),
     )
 
 
@@ -283,8 +280,7 @@ def _compare(spec: ComparisonSpec, work: Work, show: Show) -> Outcome:
         work=work,
         view=view,
         is_complete=not failed,
-        failures=list(failed.values()),
-        num_finished=sum(run.status == "finished" for run in record.runs.values()),
+        failures=() if any(run.status == "finished" for run in record.runs.values()) else list(failed.values()),
     )
 
 

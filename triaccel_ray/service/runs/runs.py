@@ -40,6 +40,7 @@ _TRIAL_OF_A_GROUP = tune.PlacementGroupFactory([{"node:__internal_head__": 0.001
 cluster must not lose anyway, it outlives any machine whose GPUs train."""
 _AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN")
 _TUNE_SETTINGS = {
+    "RAY_AIR_NEW_OUTPUT": "0",  # else Tune prints tables, even when silenced
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a task's relative paths start at the command's folder
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the event log has everything
 }
@@ -243,11 +244,12 @@ def _quiet_tune() -> Iterator[None]:
     """Silences Tune, since event logs and results say everything, and keeps it from passing on AWS keys."""
     logger = logging.getLogger("ray.tune")
     level_before = logger.level
+    missing = {name: value for name, value in _TUNE_SETTINGS.items() if name not in os.environ}
     # Tune would send these to its actors in a runtime environment, which Ray writes to the logs of every machine.
     class_cache.ENV_VARS_TO_PROPAGATE.difference_update(_AWS_KEYS)
     logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), environment_variables({**_TUNE_SETTINGS, **os.environ}):
+        with warnings.catch_warnings(), environment_variables(missing):
             warnings.simplefilter("ignore", DeprecationWarning)  # about Tune's own API
             warnings.simplefilter("ignore", FutureWarning)
             yield
