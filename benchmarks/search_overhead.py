@@ -18,7 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -100,7 +100,7 @@ class BareTrial(tune.Trainable):
 
 def ours(folder: Path, num_trials: int) -> list[Span]:
     """Runs the trials as `triaccel search` does; returns their spans."""
-    base = run_spec(TASK, data_dir=None, recipe={}, device="cpu", memory_headroom_bytes=HEADROOM_BYTES)
+    base = replace(run_spec(TASK), device="cpu", memory_headroom_bytes=HEADROOM_BYTES)
     spec = SearchSpec(base=base, space=SPACE, num_trials=num_trials, objective="metric")
     begin(folder, SEARCH, spec)
     prepared = Prepared(objective=Objective(name="metric"), calibration=None, headroom_bytes=HEADROOM_BYTES)

@@ -21,8 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from benchmarks.trivial import Layers3, Layers60
 from tests.service.proxy import Proxy, proxy_to
@@ -51,7 +52,7 @@ class Took:
     """Number of those calls that recorded a tick."""
 
 
-def train(task: str, folder: Path, data_dir: Path | None, device: str) -> None:
+def train(task: str, folder: Path, data_dir: Path | None, device: Literal["auto", "cpu", "cuda"]) -> None:
     """Trains an epoch for each line of standard input, with records if it is `on`, and prints its cost as JSON."""
     import torch
 
@@ -74,8 +75,7 @@ def train(task: str, folder: Path, data_dir: Path | None, device: str) -> None:
         num_ticks += isinstance(record, Tick)
 
     EventLog.append = timed  # type: ignore[method-assign, assignment]  # timed without a change to the package
-    spec = run_spec(task, data_dir=data_dir, recipe={}, device=device)
-    worker = Worker(spec, folder)
+    worker = Worker(replace(run_spec(task, data_dir), device=device), folder)
     worker.resume()
     for line in sys.stdin:
         recorded = line.strip() == "on"

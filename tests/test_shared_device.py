@@ -17,13 +17,14 @@ from triaccel_ray.trainables.digits import Digits
 TRAIN = """
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from triaccel_ray.service.runs.spec import run_spec
 from triaccel_ray.service.runs.worker import Worker
 
 task, num_epochs, headroom, folder = sys.argv[1:]
-recipe = {"epochs": int(num_epochs)}
-spec = run_spec(task, data_dir=None, recipe=recipe, trials_per_gpu=2, memory_headroom_bytes=int(headroom))
+spec = replace(run_spec(task), trials_per_gpu=2, memory_headroom_bytes=int(headroom))
+spec = replace(spec, recipe=replace(spec.recipe, epochs=int(num_epochs)))
 worker = Worker(spec, Path(folder))
 worker.resume()
 Path(folder, "started").touch()

@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,10 +43,9 @@ def require_name(name: str) -> None:
     if name in TASKS:
         return
     if ":" not in name:
-        close = difflib.get_close_matches(name, TASKS, n=1)
         raise ValueError(
-            f"task = {name!r}: no such task{f', did you mean {close[0]}?' if close else '.'} Bundled are "
-            f"{', '.join(TASKS)}; a task of your own is named {_OWN_FORM}"
+            f"task = {name!r}: no such task{suggestion(name, TASKS) or '.'} Bundled are {', '.join(TASKS)}; a task of "
+            f"your own is named {_OWN_FORM}"
         )
     module_name, _, class_name = name.partition(":")
     if module_name.endswith(".py") or not all(part.isidentifier() for part in (*module_name.split("."), class_name)):
@@ -54,6 +53,12 @@ def require_name(name: str) -> None:
             f"task = {name!r}: must be {_OWN_FORM}, with the name by which Python imports the module, not its file: "
             "for ./my_package/my_module.py that is my_package.my_module:MyTask"
         )
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Returns the end of a message about a mistyped `name`, with the nearest of the `known` ones; empty without one."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {close[0]}?" if close else ""
 
 
 def name_of(task: Any) -> str:

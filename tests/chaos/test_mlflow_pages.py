@@ -24,7 +24,7 @@ def recorded(server: Server, tmp_path: Path, experiment: str) -> dict[str, Recor
     """The runs of a search as the server has them, by name."""
     tracker = Tracker(server.uri, tmp_path / "artifacts")
     folder = simulated_search(tmp_path / "hunt", 4, has_pictures=True)
-    ship(tracker, folder, experiment, Parent(name="hunt", tags={"kind": "search"}))
+    ship(tracker, folder, experiment, Parent(tags={"kind": "search"}))
     return {run.name: run for run in runs(tracker, experiment)}
 
 

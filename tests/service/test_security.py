@@ -158,7 +158,7 @@ def test_no_password_of_an_address_stands_in_what_is_to_be_typed(tmp_path: Path)
 
 def test_colours_of_a_log_stay() -> None:
     written = StringIO()
-    SafeConsole(file=written, markup=False).print("\x1b[31mred\x1b[0m \x1b[2J\x9b2J")
+    SafeConsole(file=written).print("\x1b[31mred\x1b[0m \x1b[2J\x9b2J")
     assert written.getvalue() == "\x1b[31mred\x1b[0m \ufffd[2J\ufffd2J\n"
 
 

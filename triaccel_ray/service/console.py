@@ -20,14 +20,18 @@ _COMMANDS = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f
 class SafeConsole(Console):
     """A console that prints text literally: neither markup nor terminal escape sequences take effect."""
 
+    def __init__(self, **options: Any) -> None:
+        """Takes the other options of a console."""
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
     def render_str(self, text: str, **options: Any) -> Text:
         """Returns the text, with U+FFFD in place of each control character."""
         return super().render_str(_COMMANDS.sub("\ufffd", text), **options)
 
 
-out = SafeConsole(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 200)
+out = SafeConsole(width=None if sys.stdout.isatty() else 200)
 """Results: standard output."""
-err = SafeConsole(highlight=False, markup=False, emoji=False, stderr=True)
+err = SafeConsole(stderr=True)
 """Progress and messages: standard error, so that results can be piped."""
 
 

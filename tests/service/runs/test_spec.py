@@ -105,9 +105,6 @@ def test_cuda_where_there_is_none_is_refused() -> None:
         _ = RunSpec(task="digits", device="cuda").torch_device
 
 
-def test_what_is_not_said_comes_from_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    spec = run_spec("digits", data_dir=Path("data"), recipe={"epochs": 3, "lr": None})
-    assert (spec.recipe, spec.control) == (replace(Digits.recipe, epochs=3), Digits.control)
-    assert spec.data_dir == str(tmp_path / "data")  # which means the same on another machine
-    assert run_spec("digits", data_dir=None, recipe={}).data_dir is None
+def test_recipe_and_thresholds_come_from_the_task() -> None:
+    spec = run_spec("digits", Path("data"))
+    assert (spec.recipe, spec.control, spec.data_dir) == (Digits.recipe, Digits.control, "data")

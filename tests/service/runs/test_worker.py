@@ -182,7 +182,8 @@ def test_intervals_and_batch_fit_a_short_run(
 def test_what_a_process_has_done_before_is_no_batchs_memory(tmp_path: Path) -> None:
     taken = []
     for number in range(2):
-        spec = run_spec("digits", data_dir=None, recipe={"epochs": 2}, memory_headroom_bytes=64 * MIB, device="cpu")
+        spec = replace(run_spec("digits"), memory_headroom_bytes=64 * MIB, device="cpu")
+        spec = replace(spec, recipe=replace(spec.recipe, epochs=2))
         batch = replace(spec.control.batch, start=192, enabled=False)
         worker = Worker(replace(spec, control=replace(spec.control, batch=batch)), tmp_path / str(number))
         worker.resume()
@@ -196,7 +197,7 @@ def test_what_a_process_has_done_before_is_no_batchs_memory(tmp_path: Path) -> N
 
 
 def test_a_worker_whose_loop_fails_while_it_closes_has_its_log_closed(tmp_path: Path) -> None:
-    worker = Worker(run_spec("digits", data_dir=None, recipe={}, device="cpu"), tmp_path)
+    worker = Worker(replace(run_spec("digits"), device="cpu"), tmp_path)
     worker.resume()
     worker.fail(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
     log = worker.log._log

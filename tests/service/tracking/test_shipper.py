@@ -145,12 +145,12 @@ def test_nothing_arrives_twice(tracker: Tracker, root: Path, experiment: str) ->
 
 
 def test_trials_are_children_of_their_search(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
-    parent = Parent(name="thresholds", tags={"task": "digits"})
+    parent = Parent(tags={"task": "digits"})
     trials = [SimulatedRun(root / f"trial-{index}") for index in range(2)]
     root.mkdir(exist_ok=True)
     ship(sqlite_tracker, root, experiment, parent)
     first = only_run(sqlite_tracker, experiment)
-    assert (first.name, first.status, first.tags["task"]) == ("thresholds", "RUNNING", "digits")
+    assert (first.name, first.status, first.tags["task"]) == ("a search", "RUNNING", "digits")
     for trial in trials:
         trial.complete(epochs=1)
     log = EventLog(root / "events.jsonl")
@@ -158,18 +158,18 @@ def test_trials_are_children_of_their_search(sqlite_tracker: Tracker, root: Path
     log.close()
     ship(sqlite_tracker, root, experiment, parent)
     found = {run.name: run for run in runs(sqlite_tracker, experiment)}
-    assert set(found) == {"thresholds", "trial-0", "trial-1"}
-    assert (found["thresholds"].id, found["thresholds"].status) == (first.id, "FINISHED")
-    assert found["thresholds"].keys == {"final/best score"}
+    assert set(found) == {"a search", "trial-0", "trial-1"}
+    assert (found["a search"].id, found["a search"].status) == (first.id, "FINISHED")
+    assert found["a search"].keys == {"final/best score"}
     for name in ("trial-0", "trial-1"):
         assert found[name].tags["mlflow.parentRunId"] == first.id
-    assert "mlflow.parentRunId" not in found["thresholds"].tags
+    assert "mlflow.parentRunId" not in found["a search"].tags
 
     # The search goes on.
     EventLog(root / "events.jsonl", keep=0).close()
     ship(sqlite_tracker, root, experiment, parent)
     again = {run.name: run.status for run in runs(sqlite_tracker, experiment)}
-    assert again == {"thresholds": "RUNNING", "trial-0": "FINISHED", "trial-1": "FINISHED"}
+    assert again == {"a search": "RUNNING", "trial-0": "FINISHED", "trial-1": "FINISHED"}
 
 
 def test_more_params_and_metrics_than_a_call_takes_arrive(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
@@ -248,7 +248,7 @@ def test_a_folder_that_another_driver_ships_waits(
 
 def test_two_drivers_at_once_make_one_run(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
     SimulatedRun(root / "trial").complete(epochs=3)
-    shippers = [Shipper(sqlite_tracker, root, experiment=experiment, parent=Parent(name="both")) for _ in range(3)]
+    shippers = [Shipper(sqlite_tracker, root, experiment=experiment, parent=Parent()) for _ in range(3)]
     threads = [threading.Thread(target=shipper.ship_once) for shipper in shippers]
     for thread in threads:
         thread.start()

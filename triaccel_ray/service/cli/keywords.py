@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +13,7 @@ from triaccel_ray.records.codec import decode
 from triaccel_ray.service.cli.options import is_group
 from triaccel_ray.service.cli.specs import word_of
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.trainables.registry import name_of
+from triaccel_ray.trainables.registry import name_of, suggestion
 
 C = TypeVar("C")
 _PATHS: Final[Mapping[Any, Callable[[str], Any]]] = {StoragePath: StoragePath, Path | None: Path}
@@ -32,8 +31,7 @@ def command_of(command: type[C], task: Any, options: Mapping[str, Any]) -> C:
     known = dict(_kinds(command))
     for name in options.keys() - known.keys():
         function = word_of(command).replace("-", "_")
-        close = difflib.get_close_matches(name, known, n=1)
-        meant = f", did you mean {close[0]}?" if close else "; docs/cli.md lists all options"
+        meant = suggestion(name, known) or "; docs/cli.md lists all options"
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{meant}")
     values = {name: _read(name, known[name], value) for name, value in options.items() if value is not None}
     if (path := values.get("config")) is not None:

@@ -29,7 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if os.environ.get("RAY_JOB_STOP_SIGNAL") == "SIGINT":
         # If a script started the cluster's head in the background, its jobs inherit that SIGINT is ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # else Tune prints tables, even when silenced
     try:
         with exiting_on_interrupt():
             command = parse(arguments)

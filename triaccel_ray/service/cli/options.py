@@ -31,42 +31,6 @@ _PLACE: PrimitiveConstructorSpec[StoragePath] = PrimitiveConstructorSpec(
 )
 Flat = Annotated[T, tyro.conf.OmitArgPrefixes]
 """An option group whose options have no prefix in their names."""
-Size = Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")]
-"""An amount of memory."""
-Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
-"""An option without a value."""
-Name = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
-"""Name that a user gives a result."""
-Experiment = Annotated[str, tyro.conf.arg(metavar="NAME", help="MLflow experiment to record in.")]
-TaskName = tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="TASK", help_behavior_hint="")]]
-RunName = Annotated[str, tyro.conf.arg(metavar="NAME")]
-FromName = Annotated[
-    str | None,
-    tyro.conf.arg(
-        name="from",
-        metavar="NAME",
-        help="Repeat the result of this name, of the same command; other options change its settings.",
-        help_behavior_hint="",
-    ),
-]
-ConfigFile = Annotated[
-    Path | None,
-    tyro.conf.arg(
-        metavar="FILE",
-        help="TOML file of options, such as epochs = 5, and of the task, as config.toml in a run's folder. Options on "
-        "the command line override it.",
-        help_behavior_hint="",
-    ),
-]
-JobName = Annotated[str, tyro.conf.arg(metavar="JOB")]
-JobsAddress = Annotated[
-    str | None,
-    tyro.conf.arg(
-        metavar="ADDRESS",
-        help="Ray cluster: http://HOST:8265, HOST:PORT or auto. Default: RAY_ADDRESS, or this machine's cluster.",
-        help_behavior_hint="",
-    ),
-]
 
 
 RUN_SETTINGS = {each.name: each for each in settings_of(RunSpec) if each.path[0] != "goal"}

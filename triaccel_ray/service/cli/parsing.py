@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from triaccel_ray.service.cli.options import is_group
 from triaccel_ray.service.cli.settings import given
 from triaccel_ray.service.cli.specs import Command, Compare, Replay, Run, Search, Trains, TuneBatch, word_of
 from triaccel_ray.service.credentials import without_passwords
-from triaccel_ray.trainables.registry import require_name
+from triaccel_ray.trainables.registry import require_name, suggestion
 
 MOST_USED: Mapping[type, str] = {
     Run: "task from_ method name seed epochs lr batch_size memory_budget device storage_path",
@@ -50,8 +49,7 @@ def parse(arguments: Sequence[str] | None) -> Command:
         command = [word for word in own_words[:1] if not word.startswith("-")]
         known = [word_of(kind) for kind in get_args(Command)]
         for name in command:
-            close = difflib.get_close_matches(name, known, n=1)
-            meant = f", did you mean {close[0]}?" if close else ";"
+            meant = suggestion(name, known) or ";"
             require(name in known, "command", name, f"no such command{meant} the commands are {', '.join(known)}")
         if "--help-all" in own_words:
             _parse(Command, [*command, "--help"])

@@ -4,33 +4,59 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import tyro
 
 from triaccel_ray.service.cli.options import (
     CompareOptions,
-    ConfigFile,
-    Experiment,
-    Flag,
     Flat,
-    FromName,
-    JobName,
-    JobsAddress,
-    Name,
     ReplayThresholds,
-    RunName,
     RunOptions,
     SearchOptions,
     SearchThresholds,
     StepSettings,
-    TaskName,
     Thresholds,
     Training,
     TuneBatchOptions,
     Where,
 )
 
+Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
+"""An option without a value."""
+Name = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
+"""Name that a user gives a result."""
+Experiment = Annotated[str, tyro.conf.arg(metavar="NAME", help="MLflow experiment to record in.")]
+TaskName = tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="TASK", help_behavior_hint="")]]
+RunName = Annotated[str, tyro.conf.arg(metavar="NAME")]
+FromName = Annotated[
+    str | None,
+    tyro.conf.arg(
+        name="from",
+        metavar="NAME",
+        help="Repeat the result of this name, of the same command; other options change its settings.",
+        help_behavior_hint="",
+    ),
+]
+ConfigFile = Annotated[
+    Path | None,
+    tyro.conf.arg(
+        metavar="FILE",
+        help="TOML file of options, such as epochs = 5, and of the task, as config.toml in a run's folder. Options on "
+        "the command line override it.",
+        help_behavior_hint="",
+    ),
+]
+JobName = Annotated[str, tyro.conf.arg(metavar="JOB")]
+JobsAddress = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="ADDRESS",
+        help="Ray cluster: http://HOST:8265, HOST:PORT or auto. Default: RAY_ADDRESS, or this machine's cluster.",
+        help_behavior_hint="",
+    ),
+]
 SUBMIT_HELP = (
     "The command after `--`, such as `triaccel submit -- search digits --trials 8`. The working directory travels with "
     "the job, without .git, virtual environments, caches, data, results and what .gitignore names. The "

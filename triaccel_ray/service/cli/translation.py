@@ -177,4 +177,4 @@ def _of_task(task: str | None, options: Given) -> RunSpec:
     """Returns the run with the task's own settings; the task is loaded with the given folder of data files."""
     assert task is not None  # checked by `parsing.check`
     folder = options.get(("data_dir",))
-    return run_spec(task, data_dir=None if folder is None else Path(folder), recipe={})
+    return run_spec(task, None if folder is None else Path(folder))

@@ -192,7 +192,7 @@ def gpus_of_a_run(spec: RunSpec, address: str | None) -> float:
     num_gpus, text = 0.0, "now: everything trains on CPUs; with --device cuda it waits for a GPU"
     if spec.device == "cuda":
         num_gpus, text = gpu_fraction(spec.trials_per_gpu), "yet: runs wait until a machine with one joins"
-    err.print(f"the cluster has no GPU {text}", style="yellow", markup=False, soft_wrap=True)
+    err.print(f"the cluster has no GPU {text}", style="yellow", soft_wrap=True)
     return num_gpus
 
 

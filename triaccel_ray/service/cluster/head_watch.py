@@ -91,7 +91,7 @@ def _watch(address: str, done: threading.Event, lost: threading.Event) -> None:
             lost.set()
             os.kill(os.getpid(), _SIGNAL)
             if not done.wait(GRACE_S):
-                err.print(_message(address), style="yellow", markup=False, soft_wrap=True)
+                err.print(_message(address), style="yellow", soft_wrap=True)
                 os._exit(1)
             return
 

@@ -72,12 +72,11 @@ def print_model(run: RunRecord, place: StoragePath) -> None:
 
 def print_next_steps(place: StoragePath, where: Where) -> None:
     """Prints where results are kept, and the commands that show them."""
-    shown = tracking_uri_of(where)
     storage = _storage_option(where)
     copy = "" if place.uri is None else f" (working copy: {place.folder})"
     report = shlex.join(["triaccel", "report", place.base_name, *storage])
     ui = shlex.join(["triaccel", "ui", *storage, *_tracking_option(where)])
-    out.print(f"files:    {place}{copy}\nrecorded: {shown}", soft_wrap=True)
+    out.print(f"files:    {place}{copy}\nrecorded: {tracking_uri_of(where)}", soft_wrap=True)
     out.print(f"next:     {report}\n          {ui}", soft_wrap=True)
 
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from triaccel_ray.config import ControlConfig
 from triaccel_ray.records.events import End, EventLog, Start, TakenOverError
 from triaccel_ray.service.cli.options import Where
+from triaccel_ray.service.commands.next_steps import resumable
+from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.console import err
 from triaccel_ray.service.failures import cause_of, reporting_full_disk
 from triaccel_ray.service.runs.record import has_begun
@@ -17,7 +18,8 @@ from triaccel_ray.service.search.search import best_trial, read_search
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.search.suggestions import ended_trials
 from triaccel_ray.service.session import tracking_uri_of
-from triaccel_ray.service.storage.layout import EVENTS, JOURNAL
+from triaccel_ray.service.storage.layout import EVENTS, JOURNAL, begin
+from triaccel_ray.service.storage.mirror import mirrored
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.shipped import read_shipped
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
@@ -81,7 +83,7 @@ def search_parent(spec: SearchSpec, folder: Path) -> Parent:
         return results
 
     journal = folder / JOURNAL
-    return Parent(name=folder.name, tags=tags, pruned=lambda: ended_trials(journal), closing_tags=closing_tags)
+    return Parent(tags=tags, pruned=lambda: ended_trials(journal), closing_tags=closing_tags)
 
 
 @contextlib.contextmanager
@@ -111,27 +113,30 @@ def recording(work: Work, *, parent: Parent | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recording_parent(work: Work, control: ControlConfig, parent: Parent) -> Iterator[EventLog]:
-    """Yields the event log of a search or comparison as a whole, and records everything below its folder.
+def set_of_runs(spec: SearchSpec | ComparisonSpec, file: str, work: Work, parent: Parent) -> Iterator[EventLog]:
+    """Yields the event log of a search or comparison, whose spec is in `file`; its folder is synced and recorded.
 
     Interrupted work ends the log too, so that nothing stays "running" for ever. Resuming removes that end.
     """
     folder = work.folder
-    with reporting_full_disk(folder):
-        log = EventLog(folder / EVENTS, keep=1 if has_begun(folder) else 0)
-        if log.num_records == 0:
-            log.append(Start(control=control, info=parent.tags))
-    with recording(work, parent=parent):
-        try:
-            yield log
-        except BaseException as error:
-            end = End(status="failed", cause=cause_of(error), message=str(error))
-            if isinstance(error, KeyboardInterrupt):
-                end = End(status="stopped")
-            # The disk is full, perhaps, or another process took over: the error that is raised says so.
-            with contextlib.suppress(OSError, TakenOverError):
-                log.append(end)
-            raise
-        finally:
-            with reporting_full_disk(folder):
-                log.close()
+    if not work.resume:
+        begin(folder, file, spec)
+    with resumable(work.resume_command, work.place), mirrored(work.place):
+        with reporting_full_disk(folder):
+            log = EventLog(folder / EVENTS, keep=1 if has_begun(folder) else 0)
+            if log.num_records == 0:
+                log.append(Start(control=spec.base.control, info=parent.tags))
+        with recording(work, parent=parent):
+            try:
+                yield log
+            except BaseException as error:
+                end = End(status="failed", cause=cause_of(error), message=str(error))
+                if isinstance(error, KeyboardInterrupt):
+                    end = End(status="stopped")
+                # The disk is full, perhaps, or another process took over: the error that is raised says so.
+                with contextlib.suppress(OSError, TakenOverError):
+                    log.append(end)
+                raise
+            finally:
+                with reporting_full_disk(folder):
+                    log.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import ray
 
-from triaccel_ray.records.events import Claim, End, EventLog
+from triaccel_ray.records.events import Claim, End
 from triaccel_ray.service.cli.options import Where, settings_text
 from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search, Trains
 from triaccel_ray.service.cli.translation import spec_of
@@ -27,8 +27,8 @@ from triaccel_ray.service.commands.progress import Progress
 from triaccel_ray.service.commands.recording import (
     Work,
     recording,
-    recording_parent,
     search_parent,
+    set_of_runs,
     with_recorded_store,
 )
 from triaccel_ray.service.compare.comparison import read_comparison, summary_metrics
@@ -68,7 +68,6 @@ from triaccel_ray.service.storage.layout import (
     SEARCH,
     SETTINGS,
     TRIALS,
-    begin,
     claiming_name,
     write_atomically,
     write_value,
@@ -97,9 +96,7 @@ class Outcome:
     is_complete: bool
     """Whether all requested work was done; for a search, also whether a trial can be recommended."""
     failures: Sequence[str] = ()
-    """Messages of the failed runs of a search or comparison, already printed."""
-    num_finished: int = 1
-    """Runs that are not in `failures`."""
+    """Messages of the failed runs of a search or comparison, already printed, if none has finished."""
 
 
 def carry_out(command: Trains | Resume, show: Show = lambda view: None) -> Outcome:
@@ -203,22 +200,9 @@ def _train(spec: RunSpec, work: Work, show: Show) -> Outcome:
     return Outcome(work=work, view=view, is_complete=True)
 
 
-@contextlib.contextmanager
-def _set_of_runs(spec: SearchSpec | ComparisonSpec, file: str, work: Work, parent: Parent) -> Iterator[EventLog]:
-    """Yields the log of a search or comparison, whose spec is in `file`, while its folder is synced and recorded."""
-    if not work.resume:
-        begin(work.folder, file, spec)
-    with (
-        resumable(work.resume_command, work.place),
-        mirrored(work.place),
-        recording_parent(work, spec.base.control, parent) as log,
-    ):
-        yield log
-
-
 def _search(spec: SearchSpec, work: Work, show: Show) -> Outcome:
     folder = work.folder
-    with _set_of_runs(spec, SEARCH, work, search_parent(spec, folder)) as log:
+    with set_of_runs(spec, SEARCH, work, search_parent(spec, folder)) as log:
         with _ray(work.where):
             _run_search(spec, work, log.claim)
         record = read_search(folder)
@@ -242,8 +226,7 @@ def _search(spec: SearchSpec, work: Work, show: Show) -> Outcome:
         work=work,
         view=view,
         is_complete=best is not None and not failures,
-        failures=list(failures.values()),
-        num_finished=len(record.trials) - len(failures),
+        failures=list(failures.values()) if len(failures) == len(record.trials) else (),
     )
 
 
@@ -268,10 +251,8 @@ def _run_search(spec: SearchSpec, work: Work, claim: Claim) -> None:
 
 def _compare(spec: ComparisonSpec, work: Work, show: Show) -> Outcome:
     base, place, folder = spec.base, work.place, work.folder
-    parent = Parent(
-        name=folder.name, tags={"task": base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
-    )
-    with _set_of_runs(spec, COMPARISON, work, parent) as log:
+    parent = Parent(tags={"task": base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)})
+    with set_of_runs(spec, COMPARISON, work, parent) as log:
         with _ray(work.where):
             num_gpus = gpus_of_a_run(base, work.where.address)
             if spec.num_fixed and read_comparison(folder).fixed is None:
@@ -299,8 +280,7 @@ def _compare(spec: ComparisonSpec, work: Work, show: Show) -> Outcome:
         work=work,
         view=view,
         is_complete=not failed,
-        failures=list(failed.values()),
-        num_finished=sum(run.status == "finished" for run in record.runs.values()),
+        failures=() if any(run.status == "finished" for run in record.runs.values()) else list(failed.values()),
     )
 
 

@@ -154,14 +154,13 @@ def read_comparison(folder: Path) -> Comparison:
         raise LogError(f"folder {folder} holds no comparison ({COMPARISON} is missing)")
     spec = read_value(ComparisonSpec, folder / COMPARISON, _WAY_OUT)
     is_chosen = (folder / FIXED_SETTING).exists()
-    names = [f"{method}-seed{seed}" for seed in range(spec.num_seeds) for method in spec.all_methods]
     trials = sorted((folder / TRIALS).glob("*"))
     return Comparison(
         folder=folder,
         spec=spec,
         fixed=read_value(FixedSetting, folder / FIXED_SETTING, _WAY_OUT) if is_chosen else None,
         trials={path.name: run for path in trials if (run := read_if_begun(path)) is not None},
-        runs={name: run for name in names if (run := read_if_begun(folder / name)) is not None},
+        runs={name: run for name in final_runs(spec, None) if (run := read_if_begun(folder / name)) is not None},
     )
 
 

@@ -43,13 +43,12 @@ def choose_fixed_setting(
     precisions = precisions_where_it_runs(spec.base, num_gpus=num_gpus)
     settings, root = sampled_settings(spec.base, precisions, spec.num_fixed), place.folder / TRIALS
     specs = fixed_trials(spec, settings)
-    before = {name: read_if_begun(root / name) for name in specs}
-    done = {name: run for name, run in before.items() if run is not None and run.has_outcome}
-    missing = {name: trial for name, trial in specs.items() if name not in done}
+    begun = {name: run for name in specs if (run := read_if_begun(root / name)) is not None}
+    missing = {name: trial for name, trial in specs.items() if name not in begun or not begun[name].has_outcome}
     for error in run_all(missing, place / TRIALS, num_gpus=num_gpus, shared=shared).values():
         if cause_of(error) not in RESULTS:
             raise error
-    runs = {name: done.get(name) or read_run(root / name) for name in specs}
+    runs = {name: read_run(root / name) for name in specs}
     write_value(place.folder / FIXED_SETTING, best_setting(settings, runs))
 
 
@@ -80,15 +79,15 @@ def sampled_settings(spec: RunSpec, precisions: Sequence[Precision], count: int)
 def precisions_where_it_runs(spec: RunSpec, *, num_gpus: float) -> tuple[Precision, ...]:
     """Returns the precisions that the task's layers can compute in, as found on a machine that would train them."""
     task: Any = ray.remote(max_calls=1)(_precisions)  # its process ends at once, and its CUDA context with it
-    found: list[str] = ray.get(task.options(num_cpus=1, num_gpus=num_gpus).remote(spec))
-    return tuple(Precision(value) for value in found)
+    found: tuple[Precision, ...] = ray.get(task.options(num_cpus=1, num_gpus=num_gpus).remote(spec))
+    return found
 
 
-def _precisions(spec: RunSpec) -> list[str]:
+def _precisions(spec: RunSpec) -> tuple[Precision, ...]:
     model = spec.load_task().model()
     slow = precisions_without_benefit(spec.torch_device.type, is_compiled=False)
     supported = set().union(*(supported_precisions(layer, without=slow) for layer in find_layers(model)))
-    return [level.value for level in Precision if level in supported]
+    return tuple(level for level in Precision if level in supported)
 
 
 def best_setting(settings: Sequence[FixedSetting], runs: Mapping[str, RunRecord]) -> FixedSetting:

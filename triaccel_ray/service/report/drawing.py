@@ -118,10 +118,9 @@ def scale_losses(axes: Axes, losses: Sequence[float]) -> None:
         axes.yaxis.set_major_formatter(PLAIN)
 
 
-def shorten(name: str, longest: int = 24) -> str:
-    """Returns a layer's name in at most `longest` characters. The middle is cut, since names differ at their ends."""
-    half = (longest - 1) // 2
-    return name if len(name) <= longest else f"{name[:half]}…{name[-half:]}"
+def shorten(name: str) -> str:
+    """Returns a layer's name in at most 24 characters. The middle is cut, since names differ at their ends."""
+    return name if len(name) <= 24 else f"{name[:11]}…{name[-11:]}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,19 +45,24 @@ def batch_grid(run: RunRecord) -> Grid:
     )
 
 
-def recommendation(run: RunRecord) -> str:
-    """Returns a sentence with the efficient batch size, its plan and its learning rate; empty if none was found."""
+def recommendation(run: RunRecord) -> tuple[str, str]:
+    """Returns a sentence with the efficient batch size, its plan and its learning rate, and a command.
+
+    The command trains at that size with the run's other settings. Both are empty if none was found.
+    """
     size = _efficient(run)
     if size is None or run.end is None:
-        return ""
+        return "", ""
     batch, results = run.spec.control.batch, run.end.results
     plan = next(_plan_text(each) for each in run.throughputs if each.batch_size == size)
     share = results["samples_per_second"] / results["best_samples_per_second"]
-    return (
+    command = f"{repeat_command('run', run.folder)} --batch-size {size} --lr {results['lr']:.4g} --adapt-batch off"
+    sentence = (
         f"A batch of {size} is efficient: {share:.1%} of the best samples/s{f', in {plan}' if plan else ''}. "
         f"Its learning rate is {results['lr']:.4g} (lr_rule {batch.lr_rule}, from {run.spec.recipe.lr:.4g} at batch "
         f"{batch.start}). To train with it:"
     )
+    return sentence, command
 
 
 def _timed(run: RunRecord) -> dict[int, float]:
@@ -79,15 +84,6 @@ def _plan_text(throughput: Throughput) -> str:
     return joined(f"{parts} micro-batches" if parts > 1 else "", *regions)
 
 
-def command_at(run: RunRecord) -> str:
-    """Returns the command that trains at the efficient batch size with the run's other settings; empty without one."""
-    size = _efficient(run)
-    if size is None or run.end is None:
-        return ""
-    lr = run.end.results["lr"]
-    return f"{repeat_command('run', run.folder)} --batch-size {size} --lr {lr:.4g} --adapt-batch off"
-
-
 _TIME_NOTE = (
     "s/epoch: of a final run, the mean of the last five epochs; else the shortest under the last plan, on a CPU in "
     "processor time"
@@ -103,8 +99,8 @@ def view_run(run: RunRecord) -> View:
     else:
         command = repeat = repeat_command("tune-batch" if spec.method == TUNE_BATCH else "run", run.folder)
     if spec.method == TUNE_BATCH:
-        command, rows = command_at(run), batch_grid(run)
-        second: Grid | str = lines(recommendation(run), command)
+        (sentence, command), rows = recommendation(run), batch_grid(run)
+        second: Grid | str = lines(sentence, command)
     else:
         rows = run_grid(run)
         second = result_grid(results, run.start.goal) if results else ""

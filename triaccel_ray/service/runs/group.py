@@ -24,7 +24,7 @@ from triaccel_ray.service.runs.follower import Follower
 from triaccel_ray.service.runs.mailbox import Mailbox, Progress
 from triaccel_ray.service.runs.processes import end_with_parent
 from triaccel_ray.service.runs.rank_failures import EndOnFailure, RankFailedError, TooManyLossesError
-from triaccel_ray.service.runs.saving import SavingPolicy
+from triaccel_ray.service.runs.saving import SavingPolicy, train_epoch
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker
@@ -158,7 +158,7 @@ def train_rank(job: GroupJob, mailbox: Any) -> None:
 
 @contextlib.contextmanager
 def _training(job: GroupJob) -> Iterator[tuple[Worker, TrainingFolder]]:
-    """Yields the rank's worker and the run's folder, which rank 0 alone writes and uploads."""
+    """Yields the rank's worker and the run's folder, which rank 0 alone opens, writes and uploads."""
     folder = TrainingFolder(job.place)
     with contextlib.ExitStack() as stack:
         splits = None if job.shared is None else job.shared.get()
@@ -177,21 +177,14 @@ def _train(worker: Worker, folder: TrainingFolder, mailbox: Any) -> None:
     ranks, saving = worker.ranks, SavingPolicy()
     leads = ranks.rank == 0
     worker.resume()
+    folder.push_soon()
     if leads:
-        folder.push_soon()
         ray.get(mailbox.begin.remote())
     while not ranks.any(leads and not ray.get(mailbox.may_train.remote())):
-        if not worker.finished:
-            worker.advance()
-            saving.after_epoch(worker)
-        finished = worker.finished
-        if finished:
-            worker.finish()
+        progress = train_epoch(worker, folder, saving)
         if leads:
-            folder.close() if finished else folder.push_soon()
-            progress = Progress(epoch=worker.loop.sampler.epoch, figures=worker.figures, finished=finished)
             ray.get(mailbox.report.remote(progress))
-        if finished:
+        if progress.finished:
             return
     worker.stop()
 

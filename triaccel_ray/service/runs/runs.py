@@ -22,6 +22,7 @@ from ray.tune.execution import class_cache
 from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.records.events import End, LogError, TakenOverError
+from triaccel_ray.service.cluster.cluster import environment_variables
 from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, RunFailedError, StoreError, failed
 from triaccel_ray.service.runs.group import release_gpus
 from triaccel_ray.service.runs.record import end_run, read_if_begun
@@ -39,6 +40,7 @@ _TRIAL_OF_A_GROUP = tune.PlacementGroupFactory([{"node:__internal_head__": 0.001
 cluster must not lose anyway, it outlives any machine whose GPUs train."""
 _AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN")
 _TUNE_SETTINGS = {
+    "RAY_AIR_NEW_OUTPUT": "0",  # else Tune prints tables, even when silenced
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a task's relative paths start at the command's folder
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the event log has everything
 }
@@ -242,20 +244,17 @@ def _quiet_tune() -> Iterator[None]:
     """Silences Tune, since event logs and results say everything, and keeps it from passing on AWS keys."""
     logger = logging.getLogger("ray.tune")
     level_before = logger.level
-    missing = [name for name in _TUNE_SETTINGS if name not in os.environ]
+    missing = {name: value for name, value in _TUNE_SETTINGS.items() if name not in os.environ}
     # Tune would send these to its actors in a runtime environment, which Ray writes to the logs of every machine.
     class_cache.ENV_VARS_TO_PROPAGATE.difference_update(_AWS_KEYS)
-    os.environ.update({name: _TUNE_SETTINGS[name] for name in missing})
     logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), environment_variables(missing):
             warnings.simplefilter("ignore", DeprecationWarning)  # about Tune's own API
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
         logger.setLevel(level_before)
-        for name in missing:
-            os.environ.pop(name, None)
 
 
 @contextlib.contextmanager

@@ -1,10 +1,12 @@
-"""Decides when a run writes a checkpoint."""
+"""Trains a run epoch by epoch, and decides when it writes a checkpoint."""
 
 from __future__ import annotations
 
 import time
 
+from triaccel_ray.service.runs.mailbox import Progress
 from triaccel_ray.service.runs.worker import Worker
+from triaccel_ray.service.storage.training_folder import TrainingFolder
 
 SAVING_SHARE = 0.05
 """Largest share of the time spent on checkpoints; the last checkpoint is always written."""
@@ -27,3 +29,16 @@ class SavingPolicy:
             worker.checkpoint()
             self._saved_at = time.monotonic()
             self._saving_s = self._saved_at - began
+
+
+def train_epoch(worker: Worker, folder: TrainingFolder, saving: SavingPolicy) -> Progress:
+    """Trains, saves and uploads the next epoch, if one is left; finishes the run after the last one."""
+    if not worker.finished:
+        worker.advance()
+        saving.after_epoch(worker)
+    finished = worker.finished
+    if finished:
+        worker.finish()
+        folder.close()
+    folder.push_soon()
+    return Progress(epoch=worker.loop.sampler.epoch, figures=worker.figures, finished=finished)

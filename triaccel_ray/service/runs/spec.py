@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -163,19 +162,11 @@ class RunSpec:
         return replace(self.control, precision=precision, curvature=curvature, batch=batch, execution=execution)
 
 
-def run_spec(task_name: str, *, data_dir: Path | None, recipe: Mapping[str, object], **settings: object) -> RunSpec:
-    """Returns the spec of a run of `task_name`; the task's own recipe and thresholds apply unless overridden.
+def run_spec(task_name: str, data_dir: Path | None = None) -> RunSpec:
+    """Returns the spec of a run of `task_name`, with the task's own recipe and thresholds.
 
     Raises:
-        ValueError: the task is unknown, or a setting breaks its rule.
+        ValueError: the task is unknown.
     """
-    task = load_task(task_name, data_dir)
-    settings.setdefault("control", task.control)
-    given = {name: value for name, value in recipe.items() if value is not None}
-    return RunSpec(
-        task=task_name,
-        data_dir=None if data_dir is None else str(data_dir.expanduser().absolute()),
-        goal=task.goal,
-        recipe=replace(task.recipe, **given),  # type: ignore[arg-type]  # names checked by the dataclass
-        **settings,  # type: ignore[arg-type]  # likewise
-    )
+    task, folder = load_task(task_name, data_dir), None if data_dir is None else str(data_dir)
+    return RunSpec(task=task_name, data_dir=folder, goal=task.goal, recipe=task.recipe, control=task.control)

@@ -26,11 +26,12 @@ from triaccel_ray.service.failures import (
 )
 from triaccel_ray.service.runs.batch_tuner import BatchTuner
 from triaccel_ray.service.runs.group import Group, GroupJob
+from triaccel_ray.service.runs.mailbox import Progress
 from triaccel_ray.service.runs.methods import TUNE_BATCH
 from triaccel_ray.service.runs.objective import Figures, Objective, grace_epochs
 from triaccel_ray.service.runs.processes import end_with_parent, preload
 from triaccel_ray.service.runs.record import end_run, read_if_begun
-from triaccel_ray.service.runs.saving import SavingPolicy
+from triaccel_ray.service.runs.saving import SavingPolicy, train_epoch
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker
@@ -154,35 +155,25 @@ class RunTrial(tune.Trainable):
         return results
 
     def _train(self) -> dict[str, Any]:
-        if self._spec.is_distributed:
-            return self._train_together()
-        worker, shared = self._worker, self._context.shared
-        if worker is None:
+        progress = self._train_together() if self._spec.is_distributed else self._train_here()
+        self._epoch, finished = progress.epoch, progress.finished
+        return {**self._result(progress.epoch, progress.figures), "done": finished, FINISHED: finished}
+
+    def _train_here(self) -> Progress:
+        shared = self._context.shared
+        if self._worker is None:
             splits = None if shared is None else shared.get()
             kind = BatchTuner if self._spec.method == TUNE_BATCH else Worker
-            worker = self._worker = kind(self._spec, self._folder.path, splits)
-            worker.resume()
+            self._worker = kind(self._spec, self._folder.path, splits)
+            self._worker.resume()
             self._folder.push_soon()
-        if not worker.finished:
-            worker.advance()
-            self._saving.after_epoch(worker)
-        self._epoch = worker.loop.sampler.epoch
-        result = self._result(self._epoch, worker.figures)
-        result["done"] = result[FINISHED] = worker.finished
-        if worker.finished:
-            worker.finish()
-            self._folder.close()
-        self._folder.push_soon()
-        return result
+        return train_epoch(self._worker, self._folder, self._saving)
 
-    def _train_together(self) -> dict[str, Any]:
+    def _train_together(self) -> Progress:
         if self._group is None:
             context, place = self._context, self._place
             self._group = Group(GroupJob(spec=self._spec, place=place, on_gpus=context.on_gpus, shared=context.shared))
-        progress = self._group.next_progress()
-        self._epoch = progress.epoch
-        finished = progress.finished
-        return {**self._result(progress.epoch, progress.figures), "done": finished, FINISHED: finished}
+        return self._group.next_progress()
 
     def _result(self, epoch: int, figures: Figures | None) -> dict[str, Any]:
         result: dict[str, Any] = {"epoch": epoch, "done": False, FINISHED: False}

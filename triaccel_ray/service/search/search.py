@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import optuna
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 
@@ -153,8 +151,7 @@ def tune_trials(
         for trial in trials.folder.glob("*"):
             with editing_log(trials / trial.name) as log:
                 reopen(log)
-    with warnings.catch_warnings(), quiet_optuna():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    with quiet_optuna():
         suggestions = JournaledSearch(spec, place, claim)
         config = tune.TuneConfig(
             search_alg=suggestions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,28 +54,15 @@ FIGURES = "figures"
 """Folder of pictures."""
 
 
-def is_set_of_runs(files: Container[str] | Path) -> bool:
-    """Returns whether a folder, or one with these files, is that of a search or comparison."""
-    if isinstance(files, Path):
-        return any((files / name).exists() for name in (SEARCH, COMPARISON))
-    return SEARCH in files or COMPARISON in files
-
-
-def require_new(folder: Path) -> None:
-    """Checks that `folder` does not exist.
-
-    Raises:
-        ValueError: it exists; it is left unchanged.
-    """
-    if folder.exists():
-        raise _in_use(folder)
+def is_set_of_runs(folder: Path) -> bool:
+    """Returns whether a folder is that of a search or comparison."""
+    return any((folder / name).exists() for name in (SEARCH, COMPARISON))
 
 
 def begin(folder: Path, file: str, spec: Any) -> None:
-    """Creates a new folder and writes `spec` to `file` in it; raises as `require_new`."""
-    require_new(folder)
-    folder.mkdir(parents=True)
-    write_value(folder / file, spec)
+    """Creates a new folder and writes `spec` to `file` in it; raises as `claiming_name`."""
+    with claiming_name(folder):
+        write_value(folder / file, spec)
 
 
 @contextlib.contextmanager
@@ -83,12 +70,12 @@ def claiming_name(folder: Path) -> Iterator[None]:
     """Creates `folder` to reserve its name, and removes it afterwards if it is still empty.
 
     Raises:
-        ValueError: it exists already, or another process was first.
+        ValueError: it exists already, or another process was first; it is left unchanged.
     """
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
-        raise _in_use(folder) from None
+        raise folder_in_use(folder) from None
     try:
         yield
     finally:
@@ -96,7 +83,7 @@ def claiming_name(folder: Path) -> Iterator[None]:
             folder.rmdir()
 
 
-def _in_use(folder: Path) -> ValueError:
+def folder_in_use(folder: Path) -> ValueError:
     """Returns the error for an existing `folder`; an empty one belongs to a command that has only begun."""
     if folder.is_dir() and not any(folder.iterdir()):
         rule = "is empty: a command has just begun there, or was lost before it trained; delete it then"

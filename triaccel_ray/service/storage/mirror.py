@@ -13,7 +13,7 @@ from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import DiskFullError, StoreError, cause_of
 from triaccel_ray.service.storage.background import PATIENCE_S, Background, retry
 from triaccel_ray.service.storage.copies import COMMAND_FILES, LOG_FILES, naming_local_copy, pull, push, store_of
-from triaccel_ray.service.storage.layout import EVENTS, is_set_of_runs, name_in_use, require_new
+from triaccel_ray.service.storage.layout import COMPARISON, EVENTS, SEARCH, folder_in_use, is_set_of_runs, name_in_use
 from triaccel_ray.service.storage.storage_path import StoragePath, is_plain_name
 from triaccel_ray.service.storage.store import Stamp
 from triaccel_ray.service.storage.training_folder import TrainingFolder
@@ -112,7 +112,8 @@ def require_unused(place: StoragePath) -> None:
         StoreError: the store cannot be reached.
     """
     if place.uri is None:
-        require_new(place.folder)
+        if place.folder.exists():
+            raise folder_in_use(place.folder)
         return
     is_here = any(place.folder.glob("*")) or any(place.training_folder.rglob(EVENTS))
     if is_here or store_of(place).files(place.name, recursive=True):
@@ -121,7 +122,7 @@ def require_unused(place: StoragePath) -> None:
 
 def _pull_logs(place: StoragePath) -> None:
     for folder, remote in _remote_folders(place):
-        if not is_set_of_runs(remote):  # its command writes its log
+        if not remote.keys() & {SEARCH, COMPARISON}:  # its command writes its log
             pull(folder, folder.folder, LOG_FILES, remote)
 
 

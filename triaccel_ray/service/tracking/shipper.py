@@ -34,7 +34,6 @@ _logger = logging.getLogger(__name__)
 class Parent:
     """The MLflow run of a search or comparison, the parent of the runs below its folder."""
 
-    name: str
     tags: Mapping[str, str] = field(default_factory=dict)
     pruned: Callable[[], Container[str]] = tuple
     """Returns the names of the runs that the search has pruned."""
@@ -153,8 +152,7 @@ class Shipper:
         if parent is None:
             return label
         if folder == root:
-            tags = parent.tags
-            return replace(label, name=parent.name, tags=tags, is_parent=True, closing_tags=parent.closing_tags)
+            return replace(label, tags=parent.tags, is_parent=True, closing_tags=parent.closing_tags)
         if self._is_baseline(folder):
             tags = {"kind": "baseline", "search": root.name}
             label = replace(label, name=f"{folder.name} of {root.name}", tags=tags)
