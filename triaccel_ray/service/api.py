@@ -5,16 +5,20 @@ from __future__ import annotations
 import html
 from io import StringIO
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from triaccel_ray.config import ControlConfig
 from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.options import DEFAULT_STORAGE, Where
 from triaccel_ray.service.cli.parsing import check
 from triaccel_ray.service.cli.specs import Compare, Run, Search, Trains, TuneBatch
 from triaccel_ray.service.console import SafeConsole
-from triaccel_ray.service.report.report import View, show
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.trainables.task import Task
+
+if TYPE_CHECKING:
+    from triaccel_ray.search_spaces.tuned import TunedThresholds
+    from triaccel_ray.service.report.report import View
+    from triaccel_ray.trainables.task import Task
 
 WIDTH: Final = 200
 """Width of printed tables in characters; wide enough that no column is dropped."""
@@ -87,7 +91,7 @@ def _carried_out(command: Trains) -> Report:
     return Report.of(outcome.view)
 
 
-class Report(View):
+class Report:
     """A run, search or comparison. Prints as tables; a notebook shows its HTML page.
 
     `pandas.DataFrame(report.rows)` is the main table. `ControlLoop(..., config=report.control)` trains with the
@@ -105,19 +109,63 @@ class Report(View):
         from triaccel_ray.service.session import find
 
         text = str(name.absolute()) if isinstance(name, Path) else name
-        vars(self).update(vars(view_at(find(text, Where(storage_path=StoragePath(str(storage_path)))))))
+        self._view = view_at(find(text, Where(storage_path=StoragePath(str(storage_path)))))
 
     @classmethod
     def of(cls, view: View) -> Report:
         """Returns the report of a result that is already loaded."""
         report = cls.__new__(cls)
-        vars(report).update(vars(view))
+        report._view = view
         return report
+
+    @property
+    def name(self) -> str:
+        """Name in the storage folder."""
+        return self.folder.name
+
+    @property
+    def folder(self) -> Path:
+        """Folder of logs, pictures and checkpoints on this machine."""
+        return self._view.folder
+
+    @property
+    def page(self) -> Path:
+        """The page with tables and pictures, as a single HTML file."""
+        return self._view.page
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The main table, one dict per row: a run's epochs, a search's trials, a comparison's methods.
+
+        Values are the printed figures as numbers: 94.2 ± 0.1 becomes two, the second under the heading `±`.
+        `behind AMP` is true for a trial that is worse than AMP by more than the margin.
+        """
+        return [dict(row) for row in self._view.rows]
+
+    @property
+    def best(self) -> TunedThresholds | None:
+        """A search's best thresholds, and how to reproduce them; None if none were found."""
+        return self._view.best
+
+    @property
+    def control(self) -> ControlConfig | None:
+        """Settings for a `ControlLoop`: a run's own, a search's best, a comparison's; None if none were found."""
+        return self._view.control
+
+    @property
+    def command(self) -> str:
+        """The recommended command to train with; empty if there is none."""
+        return self._view.command
 
     def __str__(self) -> str:
         """Returns what `triaccel report` prints."""
+        from triaccel_ray.service.report.report import show
+
         text = StringIO()
-        show(self, SafeConsole(file=text, color_system=None, force_terminal=False, force_jupyter=False, width=WIDTH))
+        show(
+            self._view,
+            SafeConsole(file=text, color_system=None, force_terminal=False, force_jupyter=False, width=WIDTH),
+        )
         return text.getvalue().rstrip()
 
     def __repr__(self) -> str:

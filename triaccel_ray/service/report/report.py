@@ -42,7 +42,6 @@ class View:
     """The report of a run, search or comparison."""
 
     folder: Path
-    """Folder of logs, pictures and checkpoints on this machine."""
     title: str
     """Heading of the page."""
     parts: Sequence[Part]
@@ -50,26 +49,17 @@ class View:
     details: Sequence[Part] = ()
     """What the page alone shows below."""
     rows: Sequence[Mapping[str, Any]]
-    """The main table, one dict per row: a run's epochs, a search's trials, a comparison's methods.
-
-    Values are the printed figures as numbers: 94.2 ± 0.1 becomes two, the second under the heading `±`.
-    `behind AMP` is true for a trial that is worse than AMP by more than the margin.
-    """
+    """Rows of the main table, by heading: a run's epochs, a search's trials, a comparison's methods."""
     command: str = ""
     """Recommended training command; empty if there is none."""
     control: ControlConfig | None = None
-    """Settings for a `ControlLoop`: a run's own, a search's best, a comparison's; None if none were found."""
+    """Configuration to train with: a run's own, a search's with its best thresholds, or a comparison's."""
     best: TunedThresholds | None = None
-    """A search's best thresholds, and how to reproduce them; None if none were found."""
-
-    @property
-    def name(self) -> str:
-        """Name in the storage folder."""
-        return self.folder.name
+    """Best thresholds of a search; None if it has not found any, and for a run or comparison."""
 
     @property
     def page(self) -> Path:
-        """The page with tables and pictures, as a single HTML file."""
+        """Path of the HTML page."""
         return self.folder / REPORT
 
 
