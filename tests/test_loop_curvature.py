@@ -22,8 +22,12 @@ from tests.build import (
     values,
 )
 from triaccel_ray.config import CurvatureConfig, PrecisionConfig
-from triaccel_ray.control.curvature import ScheduledCurvature
+from triaccel_ray.control import curvature as control_curvature
+from triaccel_ray.control.curvature import DRY_RUN_S, ScheduledCurvature
 from triaccel_ray.data.sources import TensorSource
+from triaccel_ray.decide.curvature import measuring_share
+from triaccel_ray.measure import timing
+from triaccel_ray.measure.curvature.meter import CurvatureMeter
 from triaccel_ray.records.events import Tick
 from triaccel_ray.records.plan import FaultKind
 
@@ -32,7 +36,7 @@ def test_the_dry_run_comes_before_layers_leave_fp32(monkeypatch: pytest.MonkeyPa
     """Copies of weights in 16 bits would add to its peak."""
     seen = []
     monkeypatch.setattr(
-        ScheduledCurvature, "dry_run", lambda self: seen.append(set(self._training.precision.dtypes.values()))
+        ScheduledCurvature, "begin", lambda self: seen.append(set(self._training.precision.dtypes.values()))
     )
     precision = PrecisionConfig(enabled=False, initial=BF16, allow_slow_precisions=True)
     loop, _ = loop_of(mlp(), blobs(32), replace(QUIET, precision=precision))
@@ -146,6 +150,30 @@ def test_curvature_that_cannot_be_measured_is_off_from_the_first_step_on(
     assert (kind, step) == (FaultKind.CURVATURE_OFF, 0)
     assert detail.startswith(reason)
     assert all(layer.eigenvalues is None for tick in ticks for layer in tick.observation.layers)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_curvature_for_the_log_alone_is_tried_once_its_share_of_the_time_allows(
+    works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; this device has no share."""
+    now, loaded = 0.0, nn.Sequential(mlp(), moody := Moody(LookupError("eval mode is broken")))
+    moody.is_broken = not works
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    config = replace(QUIET, every_steps=4, curvature=CurvatureConfig(every_steps=4))
+    monkeypatch.setattr(CurvatureMeter, "dry_run", lambda *_: pytest.fail("measures before the first step"))
+    monkeypatch.setattr(control_curvature, "has_share", lambda *_: True)
+    loop, ticks = loop_of(loaded, blobs(64), config)
+    monkeypatch.undo()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    loop.train_epoch()
+    assert [fault[:2] for fault in curvature_faults(ticks)] == [(FaultKind.CURVATURE_WAITS, 4)]
+    now += DRY_RUN_S / measuring_share(config)
+    loop.train_epoch()
+    loop.tick()
+    measured = any(layer.eigenvalues for tick in ticks for layer in tick.observation.layers)
+    assert (measured, bool(loop.curvature.off_because)) == (works, not works)
+    assert len(curvature_faults(ticks)) == (1 if works else 2)
 
 
 def test_trying_curvature_leaves_random_states_and_training_as_they_are() -> None:

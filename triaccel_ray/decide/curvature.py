@@ -18,13 +18,17 @@ EfficientNet-B0, single measurements were 30 to 100,000 times the average; one o
 most layers for 1,800 steps. In ResNet-18 they are at most 10.4 times the average."""
 
 SHOWN_SHARE = 0.25
-"""Part of `max_overhead` for curvature that changes nothing, and is measured for the log alone."""
+"""Part of `max_overhead` for curvature that is measured for the log alone."""
+
+
+def is_shown_only(config: ControlConfig) -> bool:
+    """Returns whether curvature changes nothing, and is measured for the log alone."""
+    return config.curvature.alpha == 0.0 and math.isinf(config.curvature.tau_curv)
 
 
 def measuring_share(config: ControlConfig) -> float:
     """Returns the share of the training time that measurements may take."""
-    acts = config.curvature.alpha > 0.0 or math.isfinite(config.curvature.tau_curv)
-    return config.max_overhead * (1.0 if acts else SHOWN_SHARE)
+    return config.max_overhead * (SHOWN_SHARE if is_shown_only(config) else 1.0)
 
 
 def remember_curvature(
