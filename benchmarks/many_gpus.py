@@ -215,7 +215,7 @@ def main() -> int:
     if args.prewarm:  # two GPUs need the code of any number
         short = [replace(run, num_steps=STRETCHES) for run in alone if run.method in PREWARMED]
         short += [replace(run, num_gpus=2) for run in short]
-        with ThreadPoolExecutor(len(short)) as pool:
+        with ThreadPoolExecutor(len(short) or 1) as pool:
             placed = [replace(run, first_gpu=index % (most // 2) * 2) for index, run in enumerate(short)]
             list(pool.map(figures_of, placed))
     link = spawned(measure_link, most, most)

@@ -23,9 +23,9 @@ from tests.build import (
 )
 from triaccel_ray.config import CurvatureConfig, PrecisionConfig
 from triaccel_ray.control import curvature as control_curvature
-from triaccel_ray.control.curvature import DRY_RUN_S, ScheduledCurvature
+from triaccel_ray.control.curvature import ScheduledCurvature
 from triaccel_ray.data.sources import TensorSource
-from triaccel_ray.decide.curvature import measuring_share
+from triaccel_ray.decide.curvature import DRY_RUN_S, measuring_share
 from triaccel_ray.measure import timing
 from triaccel_ray.measure.curvature.meter import CurvatureMeter
 from triaccel_ray.records.events import Tick
@@ -36,7 +36,7 @@ def test_the_dry_run_comes_before_layers_leave_fp32(monkeypatch: pytest.MonkeyPa
     """Copies of weights in 16 bits would add to its peak."""
     seen = []
     monkeypatch.setattr(
-        ScheduledCurvature, "begin", lambda self: seen.append(set(self._training.precision.dtypes.values()))
+        ScheduledCurvature, "start", lambda self: seen.append(set(self._training.precision.dtypes.values()))
     )
     precision = PrecisionConfig(enabled=False, initial=BF16, allow_slow_precisions=True)
     loop, _ = loop_of(mlp(), blobs(32), replace(QUIET, precision=precision))
@@ -174,6 +174,23 @@ def test_curvature_for_the_log_alone_is_tried_once_its_share_of_the_time_allows(
     measured = any(layer.eigenvalues for tick in ticks for layer in tick.observation.layers)
     assert (measured, bool(loop.curvature.off_because)) == (works, not works)
     assert len(curvature_faults(ticks)) == (1 if works else 2)
+
+
+@pytest.mark.gpu
+def test_a_late_dry_run_leaves_captured_steps_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = []
+    for assumed_s in (0.0, 1e9):
+        monkeypatch.setattr(control_curvature, "DRY_RUN_S", assumed_s)
+        torch.manual_seed(3)
+        config = replace(QUIET, every_steps=4, curvature=CurvatureConfig(every_steps=8))
+        data = tuple(each.cuda() for each in images(240))
+        loop, ticks = loop_of(ConvNet().cuda(), data, config)
+        losses.append([loop.train_epoch().loss for _ in range(3)])
+        assert loop._curvature._was_dry_run == (not assumed_s)
+        assert {kind for kind, *_ in curvature_faults(ticks)} <= {FaultKind.CURVATURE_WAITS}
+        assert loop._training.steps.num_captured
+        loop.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_trying_curvature_leaves_random_states_and_training_as_they_are() -> None:

@@ -101,7 +101,7 @@ class ControlLoop(EpochLoop):
             first = initial_decision(self.config, training.supported, training.steps.step.activations.regions)
             self._curvature = ScheduledCurvature(training, self.sensors, self.config, seed=seed)
             self.curvature = self._curvature.meter
-            self._curvature.begin()  # before the plan: layers in 16 bits then have no copies that take memory yet
+            self._curvature.start()  # before the plan: layers in 16 bits then have no copies that take memory yet
             self.state, self._actuators = first.state, Actuators(first.plan, training.steps, training.pool)
             self._pending = PendingTick(on_tick, self.config, decides_late=self.device.type == "cuda")
         except BaseException:

@@ -254,6 +254,20 @@ def test_the_dry_run_holds_the_graph_of_two_samples_at_most(method: Any) -> None
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_a_model_that_needs_a_batch_passes_the_dry_run(method: Any) -> None:
+    class Squeeze(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.squeeze()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(outputs, targets.clamp(0, 1))  # refuses other shapes
+
+    meter = meter_of(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1), Squeeze()), method, loss=loss)
+    meter.dry_run(torch.randn(2, 5), torch.randn(2))
+    assert not meter.off_because
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_too_many_passes_are_not_captured(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter_module, "_MAX_CAPTURED_PASSES", 2)
     model, inputs, targets = make("convolutions")

@@ -13,24 +13,12 @@ from triaccel_ray.config import ControlConfig
 from triaccel_ray.control.training import Training
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.random_states import preserved_random_states
-from triaccel_ray.decide.curvature import is_shown_only, measuring_share
+from triaccel_ray.decide.curvature import DRY_RUN_S, has_share, is_shown_only, measuring_share
 from triaccel_ray.measure.curvature.meter import CurvatureMeter
 from triaccel_ray.measure.sensors import Sensors
 from triaccel_ray.measure.timing import TimeShare
 from triaccel_ray.model.layers import restoring_buffers, trained_modules
 from triaccel_ray.records.plan import Fault, FaultKind
-
-DRY_RUN_S = 1.0
-"""Seconds that a dry run is assumed to take on a GPU: most are spent on loading kernels that no step uses."""
-
-
-def has_share(config: ControlConfig, device: torch.device) -> bool:
-    """Returns whether measurements may take a share of the time only.
-
-    Not if the batch may be waiting for the noise scale, nor on a CPU, where equal runs must do equal work.
-    """
-    needs_noise = config.batch.bound_by_noise_scale or config.batch.lr_rule == "adascale"
-    return config.revert_slowdowns and not needs_noise and device.type == "cuda"
 
 
 class ScheduledCurvature:
@@ -57,31 +45,37 @@ class ScheduledCurvature:
         # Norms write theirs in training mode alone, and networks have many.
         self._with_buffers = [each for each in modules if each._buffers and not isinstance(each, _NormBase)]
         self._reported: set[str] = set()
-        is_shared = has_share(config, self._device)
+        is_shared = has_share(config, self._device.type)
         self._share = TimeShare(self._device, measuring_share(config) if is_shared else None)
-        self._is_tried, self._is_tried_late = False, is_shared and is_shown_only(config)
+        # A budget has room for the kernels that a dry run loads before the first step only.
+        self._defers_dry_run = is_shared and is_shown_only(config) and not training.memory.has_budget
+        self._was_dry_run = False
 
     def is_due(self, step: int) -> bool:
         """Returns whether a measurement is due after this step."""
         return self._config.enabled and step % self._config.every_steps == 0
 
-    def begin(self) -> None:
-        """Measures curvature on two samples, and switches it off before the first step if that fails.
+    def start(self) -> None:
+        """Tries the measurement before the first step, or plans to do so later.
 
-        Curvature for the log alone has its share of the time for this, too: most short runs then do without.
+        On a GPU, curvature for the log alone has its share of the time for this, too: most short runs do without.
         """
-        if self._is_tried_late:
+        if self._defers_dry_run:
             self._share.expect(DRY_RUN_S)
         elif self._config.enabled:
-            self._try(step=0)
+            self._dry_run(step=0)
 
-    def _try(self, step: int) -> None:
-        indices = self._sampler.source.probe(2)
+    def _dry_run(self, step: int) -> None:
+        """Measures two samples, and switches curvature off if that fails."""
+        self._was_dry_run = True
         self._training.memory.refresh_peaks()  # the dry run resets the allocator's peaks
-        with self._share.timed(counts=self._is_tried_late), self._undisturbed():
-            self.meter.dry_run(*self._samples_at(indices))
+        try:
+            with self._share.timed(counts=self._defers_dry_run), self._undisturbed():
+                self.meter.dry_run(*self._samples_at(self._sampler.source.probe(2)))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise  # an error of the data set
         self._training.memory.trim()
-        self._is_tried = True
         self._report(step)
 
     def measure(self, step: int) -> None:
@@ -98,14 +92,14 @@ class ScheduledCurvature:
             yield
 
     def _measure(self, step: int) -> None:
-        if self._must_not_measure(step):
+        cannot = bool(self.meter.off_because) or self._waits(step)
+        if self._training.ranks.any(cannot):  # all measure at once, or each would wait for the others in turn
             return
         if self._training.pool.holds_graphs and self.meter.needs_room:
             self._training.pool.release()  # or the process would hold memory for a step and a measurement at once
-        if not self._is_tried:
-            self._try(step)
-            if self._must_not_measure(step):
-                return
+        if not self._was_dry_run:
+            self._dry_run(step)
+            return
         indices = self._drawn()
         batch = None
         try:
@@ -137,10 +131,6 @@ class ScheduledCurvature:
         # Outside the handler: the traceback no longer holds the attempt's tensors.
         del batch
         self._training.make_room()
-
-    def _must_not_measure(self, step: int) -> bool:
-        """Returns whether curvature is off, or waits, on any rank: all measure at once, or each would wait in turn."""
-        return self._training.ranks.any(bool(self.meter.off_because) or self._waits(step))
 
     def _waits(self, step: int) -> bool:
         """Returns whether another measurement would exceed its share of the training time; records that once."""

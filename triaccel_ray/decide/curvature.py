@@ -17,6 +17,8 @@ LARGEST_RATIO = 10.0
 EfficientNet-B0, single measurements were 30 to 100,000 times the average; one of them, averaged without a limit, slowed
 most layers for 1,800 steps. In ResNet-18 they are at most 10.4 times the average."""
 
+DRY_RUN_S = 2.0
+"""Seconds that a dry run is assumed to take on a GPU: most are spent on loading kernels that no step uses."""
 SHOWN_SHARE = 0.25
 """Part of `max_overhead` for curvature that is measured for the log alone."""
 
@@ -24,6 +26,15 @@ SHOWN_SHARE = 0.25
 def is_shown_only(config: ControlConfig) -> bool:
     """Returns whether curvature changes nothing, and is measured for the log alone."""
     return config.curvature.alpha == 0.0 and math.isinf(config.curvature.tau_curv)
+
+
+def has_share(config: ControlConfig, device_type: str) -> bool:
+    """Returns whether measurements may take a share of the time only.
+
+    Not if the batch may be waiting for the noise scale, nor on a CPU, where equal runs must do equal work.
+    """
+    needs_noise = config.batch.bound_by_noise_scale or config.batch.lr_rule == "adascale"
+    return config.revert_slowdowns and not needs_noise and device_type == "cuda"
 
 
 def measuring_share(config: ControlConfig) -> float:

@@ -140,21 +140,21 @@ class CurvatureMeter:
         return self._may_capture and self._stage is Stage.EAGER
 
     def dry_run(self, inputs: Any, targets: Any) -> None:
-        """Measures a few samples, one at a time, and switches curvature off after an error; restores random states.
-
-        Out-of-memory errors are left to `measure`.
-        """
-        objective = replace(self._objective(inputs, targets), limits=Limits(chunk_samples=1, kept_bytes=sys.maxsize))
-        try:
-            objective.require_samples(self._name)
-            with preserved_random_states(), peak_of_tensors(self._device) as peak:
-                self._measure_apart(objective)
-            self._bytes_of_two = peak[0]
-        except Exception as error:  # from the model or the loss, which run here as they never do in training
-            if is_out_of_memory(error):
-                self._bytes_of_two = sys.maxsize
-            else:
-                self.switch_off(error)
+        """Measures a few samples, singly or else together; turns curvature off if both fail. Memory may run out."""
+        objective = self._objective(inputs, targets)
+        for limits in (Limits(chunk_samples=1, kept_bytes=sys.maxsize), objective.limits):
+            try:
+                objective.require_samples(self._name)
+                with preserved_random_states(), peak_of_tensors(self._device) as peak:
+                    self._measure_apart(replace(objective, limits=limits))
+                self._bytes_of_two = peak[0]
+                return
+            except Exception as error:  # from the model or the loss, which run here as they never do in training
+                if is_out_of_memory(error):
+                    self._bytes_of_two = sys.maxsize
+                    return
+                if limits is objective.limits:
+                    self.switch_off(error)
 
     def switch_off(self, error: Exception) -> None:
         """Turns curvature off because of `error`, and drops the captured graph."""

@@ -56,12 +56,12 @@ class EndOnFailure(UserCallback):
 
 
 def look_at_cluster() -> None:
-    """Has Ray Train see every second which machines there are; by itself it looks every 20 s."""
+    """Has Ray Train see every second, for a minute, which machines there are; by itself it looks every 20 s."""
     # There is no public way. Importing this takes long, and only Ray Train's controller comes here, which has it.
     from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as autoscaling
 
     coordinator = autoscaling.get_or_create_autoscaling_coordinator()
-    with contextlib.suppress(ray.exceptions.RayActorError):  # the cluster ends
-        for _ in range(_LOOK_S):
+    for _ in range(_LOOK_S):
+        with contextlib.suppress(ray.exceptions.RayError):  # the cluster ends, or is busy
             ray.get(coordinator.get_reserved_resources.remote("", recompute=True))
-            time.sleep(1.0)
+        time.sleep(1.0)

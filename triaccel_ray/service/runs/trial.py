@@ -197,7 +197,8 @@ class RunTrial(tune.Trainable):
         finds the failure in the log, and trains nothing.
         """
         cause, worker, group = cause_of(error), self._worker, self._group
-        result = _failed_result(self._epoch, cause, str(error))
+        epoch = self._epoch if worker is None else worker.loop.sampler.epoch
+        result = _failed_result(epoch, cause, str(error))
         if isinstance(error, DiskFullError | TakenOverError):
             self._is_log_lost = True
             return result
