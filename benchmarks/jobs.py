@@ -19,7 +19,7 @@ SIZES = {
     "efficientnet_b0": 96, "gpt_350m": 4, "gpt_350m_16": 16, "resnet152": 64,
 }  # fmt: skip
 """Model -> batch size."""
-GPTS = {"gpt": (6, 384, 6, 256), "gpt_350m": (24, 1024, 16, 1024), "gpt_350m_16": (24, 1024, 16, 1024)}
+GPTS = {"gpt": (6, 384, 6, 256)} | dict.fromkeys(("gpt_350m", "gpt_350m_16"), (24, 1024, 16, 1024))
 """Model -> blocks, width, heads, tokens."""
 NEEDS = {"convnext_tiny": "timm", "vit_small": "timm", "bert_base": "transformers", "resnet152": "torchvision"}
 NUM_SAMPLES = {

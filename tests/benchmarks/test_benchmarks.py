@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import many_gpus
 from benchmarks.many_gpus import measure_link, predicted_ratio, spawned
 from benchmarks.search_overhead import Contender, faults, optuna_alone
 from benchmarks.tracking import Trainer
@@ -34,6 +36,16 @@ def test_epochs_are_recorded_where_that_is_asked_for(tmp_path: Path) -> None:
     (log,) = tmp_path.rglob("events.jsonl")
     records = [event.record for event in read_events(log)]
     assert [type(record) for record in records[1:]] == [Tick, Tick, Epoch]
+
+
+def test_one_gpu_is_not_compared_with_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["many_gpus", "--gpus", "2", "1"])
+    with pytest.raises(SystemExit) as ended:
+        many_gpus.main()
+    assert ended.value.code == 2
+    assert "--gpus: each number must be at least 2" in capsys.readouterr().err
 
 
 def test_scaling_is_predicted_from_a_measured_link() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.service.runs.several import NUM_SAMPLES, Several, samples_of_epochs, several_spec, told
 from tests.service.waiting import wait_until
 from triaccel_ray.service.failures import RunFailedError
-from triaccel_ray.service.runs import rank_failures
+from triaccel_ray.service.runs import group, rank_failures
 from triaccel_ray.service.runs.mailbox import Mailbox, Progress
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.runs import run_all
@@ -124,6 +124,19 @@ def test_ray_train_looks_at_the_cluster_when_it_is_asked(monkeypatch: pytest.Mon
     monkeypatch.setattr(rank_failures, "_LOOK_S", 1)
     rank_failures.look_at_cluster()
     assert node in ray.get(coordinator.get_reserved_resources.remote("group"))
+
+
+def test_a_group_of_fixed_size_waits_longer_for_gpus_also_after_an_elastic_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tune has one process train run after run."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    waited = []
+    for gpus in ("2..3", "2"):
+        job = group.GroupJob(spec=several_spec(gpus=gpus), place=StoragePath(str(tmp_path)), on_gpus=False, shared=None)
+        group._trainer(job, ray.remote(Mailbox).remote(), str(tmp_path))
+        waited.append(float(os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"]))
+    assert waited == [5.0, 60.0]
 
 
 def test_losses_are_counted_since_the_last_epoch_that_is_new() -> None:

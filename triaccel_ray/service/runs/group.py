@@ -33,8 +33,9 @@ from triaccel_ray.service.storage.training_folder import TrainingFolder
 
 RESIZE_INTERVAL_S = 10.0
 """An elastic group looks for more GPUs this often. Ray Train learns of new machines every 20 s."""
-_WAIT_FOR_GPUS_S = 5.0
-"""Longest time that an elastic group waits for GPUs, some of which may be on a lost machine, before it counts again."""
+_WAIT_FOR_GPUS_S, _WAIT_FOR_GPUS_ELASTIC_S = 60.0, 5.0
+"""A group waits for GPUs for so long before Ray Train tries again, without end. If it is elastic, some of them may be
+on a lost machine, and GPUs are counted again."""
 _STOP_S = 60.0
 """Longest time for the ranks to end when they are asked to."""
 _RAY_TRAIN = {
@@ -114,9 +115,8 @@ def _trainer(job: GroupJob, mailbox: Any, folder: str) -> Any:
     from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 
     least, most = job.spec.gpu_range
-    os.environ.update(_RAY_TRAIN)
-    if least < most:
-        os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(_WAIT_FOR_GPUS_S)
+    wait_s = _WAIT_FOR_GPUS_S if least == most else _WAIT_FOR_GPUS_ELASTIC_S
+    os.environ.update(_RAY_TRAIN, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(wait_s))  # the process may train another
     return TorchTrainer(
         functools.partial(train_rank, job, mailbox),
         scaling_config=ScalingConfig(
