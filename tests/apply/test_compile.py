@@ -1,6 +1,7 @@
 """What is compiled of a model; on a CPU, with the code that PyTorch traces run as it is."""
 
 import functools
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -101,6 +102,20 @@ def test_equal_blocks_share_compiled_code_and_a_plan_adds_only_its_variants(has_
 class Checkpointed(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("given", [None, "/somewhere"])
+def test_inductor_and_this_project_share_a_folder_of_kernels(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", given or "")  # so that it is restored
+    if given is None:
+        monkeypatch.delenv("TRITON_CACHE_DIR")
+    usual = triton.knobs.cache.dir
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    Compilation(nn.Linear(2, 2))
+    assert os.environ["TRITON_CACHE_DIR"] == triton.knobs.cache.dir == (given or usual)
 
 
 def test_a_checkpoint_within_compiled_code_does_not_split_it() -> None:

@@ -50,7 +50,7 @@ def judge(config: ControlConfig, observation: Observation, state: ThroughputStat
     It compares median step times per sample: the median of the last intervals under the old plan, and the better of
     two intervals under the new one. Promotions serve accuracy and smaller batches save memory: neither is judged.
     """
-    change = state.change
+    state, change = _with_spent(state, observation.adapting_ms), state.change
     failed = observation.apply_fault is not None
     if change is not None and not (failed or _is_in_force(change, observation.plan)):
         state, change = _without_change(state), None  # the plan with this change could not be applied
@@ -88,7 +88,8 @@ def size_that_pays(
     batch size, through the current size and another one. If the current size is not efficient (`EFFICIENT_SHARE`), the
     smallest efficient one is chosen, or the largest that fits. Until a second size is timed, at most twice the current
     one is chosen, and `_EXPECTED_SHARE` estimates what is saved. The saving is that on the samples left. The cost is
-    that of the last growth; before the first, that of all new plans so far.
+    that of the last growth; before the first, the least that an interval spent on new plans. The first plan also loads
+    libraries and compiles kernels; the short last batch of an epoch takes about as long as a new size.
 
     Where no steps are captured, as on a CPU, new sizes cost nothing: the first of `sizes` is chosen.
     """
@@ -111,8 +112,8 @@ def size_that_pays(
         text = f"the largest batch would make steps only {potential:.1%} faster a sample"
         return batch_reason(ReasonCode.HELD_COST, text, potential, 1.0 - EFFICIENT_SHARE)
     saved_ms = saved_share * observation.samples_left * ms_per_sample
-    cost_ms = observation.adapting_ms if state.growth_ms is None else state.growth_ms
-    if saved_ms > cost_ms:
+    cost_ms = state.least_ms if state.growth_ms is None else state.growth_ms
+    if cost_ms is None or saved_ms > cost_ms:
         return chosen
     text = f"a batch of {chosen} {expected} save {saved_ms / 1e3:.2g} s, and a new size costs {cost_ms / 1e3:.2g} s"
     return batch_reason(ReasonCode.HELD_COST, text, saved_ms, cost_ms)
@@ -176,6 +177,14 @@ def watch(
         adapting_ms=observation.adapting_ms,
     )
     return replace(state, change=change)
+
+
+def _with_spent(state: ThroughputState, adapting_ms: float) -> ThroughputState:
+    """Returns the state after a tick by which this time was spent on new plans since the run began."""
+    spent_ms = adapting_ms - state.adapting_ms
+    if spent_ms <= 0:
+        return state
+    return replace(state, adapting_ms=adapting_ms, least_ms=min(spent_ms, state.least_ms or spent_ms))
 
 
 def _without_change(state: ThroughputState) -> ThroughputState:

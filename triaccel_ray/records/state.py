@@ -169,6 +169,10 @@ class ThroughputState:
     growth_ms: float | None = None
     """Milliseconds that the last larger batch or faster memory plan cost, in first steps, compilation and captures;
     None before the first."""
+    adapting_ms: float = 0.0
+    """Milliseconds spent on new plans up to the last tick."""
+    least_ms: float | None = None
+    """The least of these in one interval that had any; None before the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
