@@ -109,6 +109,12 @@ def test_the_loop_learns_with_all_strategies_on_and_its_log_replays(fused: bool)
     for _ in range(6):
         loop.train_epoch()
     assert loop.evaluate(data).metrics["accuracy"] > 60.0
+    loop.memory.refresh_peaks()
+    before = loop.memory.allocated_peak_bytes
+    evaluation = loop.evaluate(data, is_last=True)
+    loop.memory.refresh_peaks()
+    assert (evaluation.num_samples, evaluation.faults) == (4096, ())
+    assert loop.memory.allocated_peak_bytes == before
     assert {level for tick in ticks for level in tick.decision.plan.precision.values()} >= {Precision.BF16}
     assert any(layer.eigenvalues for tick in ticks for layer in tick.observation.layers)
     assert replay(config, [(tick.observation, tick.decision) for tick in ticks]).diverged_at is None

@@ -223,16 +223,19 @@ class ControlLoop(EpochLoop):
         Without `metrics`, a classifier is judged by its accuracy, any other model by its loss alone.
 
         Batches have the training batch size, on a GPU a fraction of it (`evaluation_batch_size`). `is_last` says that
-        no training step follows: the captured graphs are released first to free their memory.
+        no training step follows: the captured graphs are released first, and batches may take half of their memory.
         """
+        largest = step_bytes = 0
         if is_last:
             self._training.pool.release()
+            largest, step_bytes = self.plan.batch_size, self.memory.bytes_of_step()
         on_gpu = self.device.type == "cuda"
         batch_size = evaluation_batch_size(self.plan.batch_size, on_gpu=on_gpu, beside_graphs=not is_last)
         with self.suspended():
             result = evaluate(
                 self.model, self._training.loss, data, metrics, device=self.device, batch_size=batch_size,
                 step=self.num_steps, release_memory=self._training.make_room, ranks=self._ranks,
+                largest=largest, step_bytes=step_bytes,
             )  # fmt: skip
         self._training.steps.agree()
         self.sensors.record_faults(result.faults)

@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -47,6 +48,30 @@ def test_the_figures_do_not_depend_on_the_batch_size(batch_size: int) -> None:
 )
 def test_a_gpu_judges_parts_of_a_batch(batch_size: int, on_gpu: bool, beside_graphs: bool, at_once: int) -> None:
     assert evaluation_batch_size(batch_size, on_gpu=on_gpu, beside_graphs=beside_graphs) == at_once
+
+
+@pytest.mark.parametrize(
+    ("step_bytes", "largest", "sizes"),
+    [
+        (1000, 20, [4, 20, 6]),
+        (1000, 16, [4, 16, 10]),
+        (500, 20, [4, 8, 8, 8, 2]),
+        (100, 20, [4] * 7 + [2]),
+        (0, 0, [4] * 7 + [2]),
+    ],
+)
+def test_on_a_gpu_the_first_batch_tells_how_many_samples_fit(
+    step_bytes: int, largest: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triaccel_ray.apply.evaluate.peak_of_tensors", lambda device: nullcontext([100]))
+    inner, source = mlp(), CountingSource(*blobs(30))
+    model = nn.Sequential(inner, Limited(30))
+    result = evaluate(
+        model, cross_entropy, source, device=CPU, batch_size=4, step=5, release_memory=nothing,
+        largest=largest, step_bytes=step_bytes,
+    )  # fmt: skip
+    assert model[1].sizes == sizes
+    assert result.metrics == evaluated(inner, source, 30).metrics
 
 
 class Mirrored(CountingSource):

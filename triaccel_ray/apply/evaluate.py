@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.apply.agreement import Agreement
+from triaccel_ray.cuda.allocator import peak_of_tensors
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.data.sources import DataSource, IterableSource, as_source
 from triaccel_ray.distributed.ranks import Ranks
@@ -24,8 +26,13 @@ Metrics: TypeAlias = "Mapping[str, Metric | Values]"
 """Name -> metric, or function(outputs, targets) whose mean over the samples is the metric."""
 
 
+_SHARE_OF_STEP = 0.5
+"""Share of a training step's memory that evaluation may take: the estimate knows one batch size, cuDNN's workspaces
+grow in jumps."""
+
+
 def evaluation_batch_size(batch_size: int, *, on_gpu: bool, beside_graphs: bool) -> int:
-    """Returns the batch size for evaluation, given that of training.
+    """Returns the initial batch size for evaluation, given that of training.
 
     On a CPU both are equal. On a GPU evaluation takes less: it is eager, in FP32, and of several views of each sample.
     After captured graphs are released, an eighth takes no more memory than they did (ResNet-18, batches of 96 and 224).
@@ -62,15 +69,18 @@ def evaluate(
     step: int,
     release_memory: Callable[[], None],
     ranks: Ranks | None = None,
+    largest: int = 0,
+    step_bytes: int = 0,
 ) -> Evaluation:
     """Returns loss and metrics over all samples of `data`, each drawn once, in eval mode (a loss module too) and FP32.
 
     Without `metrics`, a classifier (outputs [b, C], integer targets [b]) is judged by its accuracy, any other model by
-    its loss alone. The host waits for the device once, at the end. After an out-of-memory error, the samples that
-    failed are retried in batches half as large. Gradients are disabled. If model or loss
-    calls `torch.autograd.grad` and fails, they are enabled from that batch on. Metrics get detached outputs. Each of
-    several `ranks` passes a share of the samples, and all return the same; of a stream, each passes all samples, and
-    all return what rank 0 found.
+    its loss alone. The host waits for the device once, at the end. On a GPU, batches after the first have up to
+    `largest` samples, as many as are expected to take half of `step_bytes`: in small batches the GPU waits for Python.
+    After an out-of-memory error, the samples that failed are retried in batches half as large. Gradients are disabled.
+    If model or loss calls `torch.autograd.grad` and fails, they are enabled from that batch on. Metrics get detached
+    outputs. Each of several `ranks` passes a share of the samples, and all return the same; of a stream, each passes
+    all samples, and all return what rank 0 found.
 
     Raises:
         torch.OutOfMemoryError, MemoryError: not even a single sample fits.
@@ -98,8 +108,13 @@ def evaluate(
                 at = device if source.is_resident else torch.device("cpu")
                 start = first + cursor * every
                 try:
-                    totals = totals + evaluator(source, torch.arange(start, start + size * every, every, device=at))
+                    with peak_of_tensors(device) if largest > batch_size else nullcontext([0]) as peak:
+                        indices = torch.arange(start, start + size * every, every, device=at)
+                        totals = totals + evaluator(source, indices)
                     cursor += size
+                    if peak[0]:
+                        fitting = int(_SHARE_OF_STEP * step_bytes / peak[0]) * size
+                        batch_size, largest = max(min(fitting, largest), batch_size), 0
                     continue
                 except (RuntimeError, MemoryError) as error:
                     if not evaluator.has_gradients and needs_gradients(error):

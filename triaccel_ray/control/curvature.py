@@ -106,7 +106,7 @@ class ScheduledCurvature:
             with self._undisturbed():
                 with self._share.timed():
                     batch = self._samples_at(indices)
-                    seconds = self.meter.prepare(*batch, budget_bytes=self._step_bytes())
+                    seconds = self.meter.prepare(*batch, budget_bytes=self._training.memory.bytes_of_step() or None)
                 if seconds is not None:
                     self._share.expect(seconds)
                     if self._waits(step):
@@ -176,13 +176,6 @@ class ScheduledCurvature:
         if key not in self._reported:
             self._reported.add(key)
             self._sensors.record_faults([Fault(kind=kind, step=step, phase="curvature", detail=detail)])
-
-    def _step_bytes(self) -> int | None:
-        """Returns the peak bytes of tensors so far, less those of the tensors that exist now; None on a CPU."""
-        if self._device.type != "cuda":
-            return None
-        self._training.memory.refresh_peaks()
-        return self._training.memory.allocated_peak_bytes - torch.cuda.memory_allocated(self._device)
 
     def _device_generator(self) -> torch.Generator:
         """Returns a generator on the device, seeded from the saved one so that a resumed run draws the same."""

@@ -85,6 +85,11 @@ class MemoryMeter(ABC):
         self.window_peak_bytes = used
         return signal
 
+    def bytes_of_step(self) -> int:
+        """Returns the peak bytes of tensors so far, less those of the tensors that exist now; 0 on a CPU."""
+        self.refresh_peaks()
+        return self.allocated_peak_bytes - self._allocated_bytes()
+
     def begin_window(self) -> None:
         """Releases unused memory and resets the window's peak; call it when the next steps need less memory."""
         self.release()
