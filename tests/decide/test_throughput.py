@@ -213,11 +213,15 @@ def test_what_a_larger_batch_saves_must_exceed_what_it_costs(left: int, sizes: l
         assert reason.value < reason.threshold
 
 
-def test_a_new_size_is_not_expected_to_cost_what_a_first_plan_from_a_cold_cache_did():
-    loop = Graphs(fixed=1.0, price=300.0, first=6000.0, samples_left=500_000)  # a fifth of 8.3 s might be saved
-    assert loop.sizes() == [96]
-    loop.spent += 200.0  # the short last batch of an epoch
-    assert loop.sizes() == [96, 192, 448]
+@pytest.mark.parametrize(
+    ("later", "sizes"),
+    [(200.0, [96, 192, 448]), (2000.0, [96])],  # the short last batch of an epoch; a new precision
+)
+def test_a_new_size_is_expected_to_cost_what_a_later_plan_did_not_the_first(later: float, sizes: list[int]):
+    loop = Graphs(fixed=1.0, price=300.0, first=6000.0, samples_left=500_000)
+    assert loop.sizes() == [96]  # a sixth of 10 s might be saved
+    loop.spent += later
+    assert loop.sizes() == sizes
 
 
 def test_the_batch_grows_once_what_is_left_is_worth_the_cost():

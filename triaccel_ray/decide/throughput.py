@@ -88,8 +88,8 @@ def size_that_pays(
     batch size, through the current size and another one. If the current size is not efficient (`EFFICIENT_SHARE`), the
     smallest efficient one is chosen, or the largest that fits. Until a second size is timed, at most twice the current
     one is chosen, and `_EXPECTED_SHARE` estimates what is saved. The saving is that on the samples left. The cost is
-    that of the last growth; before the first, the least that an interval spent on new plans. The first plan also loads
-    libraries and compiles kernels; the short last batch of an epoch takes about as long as a new size.
+    that of the last growth; before the first, the most that an interval has spent on new plans since the first plan,
+    which also loaded libraries and compiled kernels. An epoch's short last batch takes about as long as a new size.
 
     Where no steps are captured, as on a CPU, new sizes cost nothing: the first of `sizes` is chosen.
     """
@@ -112,8 +112,8 @@ def size_that_pays(
         text = f"the largest batch would make steps only {potential:.1%} faster a sample"
         return batch_reason(ReasonCode.HELD_COST, text, potential, 1.0 - EFFICIENT_SHARE)
     saved_ms = saved_share * observation.samples_left * ms_per_sample
-    cost_ms = state.least_ms if state.growth_ms is None else state.growth_ms
-    if cost_ms is None or saved_ms > cost_ms:
+    cost_ms = state.later_ms or observation.adapting_ms if state.growth_ms is None else state.growth_ms
+    if saved_ms > cost_ms:
         return chosen
     text = f"a batch of {chosen} {expected} save {saved_ms / 1e3:.2g} s, and a new size costs {cost_ms / 1e3:.2g} s"
     return batch_reason(ReasonCode.HELD_COST, text, saved_ms, cost_ms)
@@ -184,7 +184,8 @@ def _with_spent(state: ThroughputState, adapting_ms: float) -> ThroughputState:
     spent_ms = adapting_ms - state.adapting_ms
     if spent_ms <= 0:
         return state
-    return replace(state, adapting_ms=adapting_ms, least_ms=min(spent_ms, state.least_ms or spent_ms))
+    later_ms = max(spent_ms, state.later_ms) if state.adapting_ms else 0.0
+    return replace(state, adapting_ms=adapting_ms, later_ms=later_ms)
 
 
 def _without_change(state: ThroughputState) -> ThroughputState:

@@ -171,8 +171,8 @@ class ThroughputState:
     None before the first."""
     adapting_ms: float = 0.0
     """Milliseconds spent on new plans up to the last tick."""
-    least_ms: float | None = None
-    """The least of these in one interval that had any; None before the first."""
+    later_ms: float = 0.0
+    """The most of these in one interval after the first that had any; 0 before there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
