@@ -150,7 +150,7 @@ def test_what_torch_func_cannot_replace_is_measured_sample_by_sample() -> None:
 class Checkpointed(nn.Module):
     def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+        self.body = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 5))
         self.head = nn.Linear(5, NUM_CLASSES)
         self.use_reentrant = use_reentrant
 
@@ -158,8 +158,33 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.body, x + self.head.bias.sum(), use_reentrant=self.use_reentrant))
 
 
+class Attention(nn.Module):
+    """Scaled dot-product attention, for which PyTorch has fused kernels without a second derivative."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.query, self.value, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, NUM_CLASSES)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :4].reshape(-1, 2, 2).repeat(1, 1, 2)
+        return self.head(checkpoint(self._attend, x, use_reentrant=self.use_reentrant).mean(1))
+
+    def _attend(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(self.query(x), x, self.value(x))
+
+
 def test_checkpointed_layers_are_measured() -> None:
-    assert_fisher(Checkpointed(use_reentrant=False).double(), vectors().double(), classes())
+    assert_fisher(Checkpointed(use_reentrant=False).double().eval(), vectors().double(), classes())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", [Checkpointed, Attention])
+def test_a_checkpoint_changes_no_eigenvalue(kind: Any, method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, targets = kind(use_reentrant=False).double(), vectors().double(), classes()
+    found = directly(model, inputs, targets, method).eigenvalues
+    monkeypatch.setitem(globals(), "checkpoint", lambda function, x, use_reentrant: function(x))
+    assert torch.allclose(found, directly(model, inputs, targets, method).eigenvalues, rtol=1e-6)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 
@@ -119,8 +120,7 @@ class LossGradient:
             ValueError: the model uses reentrant checkpointing, which hides a part of the graph.
         """
         weights = [weight for layer in layers for weight in layer.weights if weight.requires_grad]
-        # The fused attention kernels have no second derivative.
-        with sdpa_kernel(SDPBackend.MATH), FoldedNorms():
+        with _attention(), FoldedNorms():
             value = objective.value(objective.outputs())
             used_parameters(value, [])  # raises for graphs that hide weights
             gradients: Sequence[Tensor | None] = [None] * len(weights)
@@ -141,9 +141,15 @@ class LossGradient:
         if not curved:
             return torch.zeros_like(u)
         roots, directions = zip(*curved, strict=True)
-        images = torch.autograd.grad(roots, layer.weights, directions, retain_graph=True, allow_unused=True)
+        with _attention():
+            images = torch.autograd.grad(roots, layer.weights, directions, retain_graph=True, allow_unused=True)
         flat = [torch.zeros_like(w) if image is None else image for w, image in zip(layer.weights, images, strict=True)]
         return torch.cat([part.flatten() for part in flat])
+
+
+def _attention() -> contextlib.AbstractContextManager[None]:
+    """Attention without fused kernels, which have no second derivative; a checkpoint runs it again at each product."""
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def _products(some: Tensor, others: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from triaccel_ray.config import CurvatureMethod, require
 from triaccel_ray.measure.budget import Limits
@@ -291,11 +292,19 @@ class FoldedNorms(TorchFunctionMode):
     The gradient with respect to x needs only the scale, while PyTorch's keeps x. In a network of convolutions, norms
     and ReLU that halves the memory kept for the backward pass. The second derivative is zero, while PyTorch's is
     written for training mode. Gradients of the norm's own weight and bias, which belong to no layer, are not formed.
+
+    Not inside `torch.utils.checkpoint`, whose second forward pass runs in the backward pass, where no such mode is on.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Returns the result of `func`, with `F.batch_norm` replaced."""
         return (_batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
+
+
+def _is_checkpointed() -> bool:
+    """Returns whether this runs inside `torch.utils.checkpoint` with `use_reentrant=False`."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # a checkpoint has no public sign
+    return hooks is not None and hooks[0].__module__ == checkpoint.__module__
 
 
 def _batch_norm(
@@ -308,7 +317,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    if training or mean is None or var is None:
+    if training or mean is None or var is None or _is_checkpointed():
         return F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
     with torch.no_grad():
         scale = torch.rsqrt(var + eps) * (1.0 if weight is None else weight)
