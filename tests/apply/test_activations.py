@@ -19,6 +19,7 @@ from triaccel_ray.apply.divide import divide
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import ExecutionConfig
 from triaccel_ray.loop import ControlLoop
+from triaccel_ray.measure.saved_bytes import counting_saved_bytes
 from triaccel_ray.model.regions import find_regions
 from triaccel_ray.records.plan import FaultKind, Storage
 from triaccel_ray.trainables.models import efficientnet_b0, resnet18
@@ -59,10 +60,15 @@ def images(num_samples: int = 12, size: int = 6) -> tuple[Tensor, Tensor]:
     return torch.randn(num_samples, 3, size, size, generator=generator), torch.arange(num_samples) % 4
 
 
-def recomputing(model: nn.Module, data: Any = None) -> Step:
-    step = step_of(model, data or images())
-    step.activations = Activations(find_regions(model), CPU, fixed=Storage.RECOMPUTE)
+def storing(model: nn.Module, fixed: Storage | None = None) -> Step:
+    """A step whose regions may be stored in any way, or only as `fixed` says."""
+    step = step_of(model, images())
+    step.activations = Activations(find_regions(model), CPU, fixed=fixed)
     return step
+
+
+def recomputing(model: nn.Module) -> Step:
+    return storing(model, Storage.RECOMPUTE)
 
 
 def test_regions_are_the_smallest_blocks_that_repeat_or_the_children_where_none_does() -> None:
@@ -105,14 +111,12 @@ class Dense(Network):
 
 def test_lists_autocast_and_numbers_of_the_host_are_the_same_the_second_time() -> None:
     found = []
-    for make in (step_of, recomputing):
-        model = Dense()
-        step = make(model, images())
+    for step in (step_of(Dense(), images()), recomputing(Dense())):
         step.precision.set(dict.fromkeys(step.precision._regions, BF16))
         torch.manual_seed(1)
         random.seed(1)
         step.run(torch.arange(12), ONE, step=0)
-        found.append(gradients(model))
+        found.append(gradients(step.model))
     assert same(found[0], found[1])
 
 
@@ -132,14 +136,8 @@ def test_trajectories_are_those_of_kept_activations(monkeypatch: pytest.MonkeyPa
 
 def saved_bytes(step: Step) -> int:
     """What autograd holds once the forward pass is over."""
-    held: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
     passing = step.activations.in_force(step.model, step._recomputing)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), passing:
+    with counting_saved_bytes(step.model) as held, passing:
         step.model(images()[0]).sum()
     return sum(held.values())
 
@@ -231,24 +229,21 @@ def test_compiled_blocks_stay_compiled_and_share_their_code(storage: Storage) ->
     torch._dynamo.reset()
 
 
-def fused_step(model: nn.Module, *, recomputes: bool, fixed: Storage | None = Storage.RECOMPUTE) -> Step:
-    step = step_of(model, images(8, size=32))
-    fusion = fused(model)
+def fused_step(model: nn.Module, fixed: Storage | None = None) -> Step:
+    step, fusion, regions = step_of(model, images(8, size=32)), fused(model), find_regions(model)
     step.fusion = fusion
-    if recomputes:
-        regions = find_regions(model)
-        step.activations = Activations(
-            regions, CPU, fixed=fixed, divide=lambda: divide(model, fusion.module, list(regions))
-        )
+    step.activations = Activations(
+        regions, CPU, fixed=fixed, divide=lambda: divide(model, fusion.module, list(regions))
+    )
     return step
 
 
 def test_a_fused_model_is_divided_at_its_regions_and_computes_the_same() -> None:
     found = []
-    for recomputes in (False, True):
+    for fixed in (None, Storage.RECOMPUTE):
         torch.manual_seed(0)
         model = efficientnet_b0(10)
-        step = fused_step(model, recomputes=recomputes)
+        step = fused_step(model, fixed)
         outcome = step.run(torch.arange(8), ONE, step=0)
         found.append((outcome.loss_sum, gradients(model), values(model)))
     assert same(found[0], found[1])
