@@ -1,5 +1,6 @@
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -157,28 +158,25 @@ def test_parametrized_layers_train_as_under_autocast(kind: str, level: Precision
         assert (hidden.dtype, model[2](hidden).dtype) == (torch.float32, torch.bfloat16)
 
 
-def test_a_pytorch_without_onednn_has_no_low_precision_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert precisions_without_benefit("cpu", is_compiled=False).keys() == {FP16, BF16}
+ON_A_CPU = {FP16: "PyTorch has no fast FP16 on a CPU"}
+WITHOUT_BF16 = {**ON_A_CPU, BF16: "this CPU has no BF16 instructions"}
 
 
-@pytest.mark.parametrize("has_bf16", [False, True])
-def test_a_precision_that_gains_nothing_has_its_reason(monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
-    refused = {FP16: "PyTorch has no fast FP16 on a CPU"}
-    if not has_bf16:
-        refused[BF16] = "this CPU has no BF16 instructions"
-    for is_compiled in (False, True):
-        assert precisions_without_benefit("cpu", is_compiled=is_compiled) == refused
-
-
-@pytest.mark.parametrize(("has_bf16", "refused"), [(False, {BF16: "this GPU has no BF16"}), (True, {})])
-def test_a_gpu_without_bf16_keeps_fp16_in_compiled_code(
-    monkeypatch: pytest.MonkeyPatch, has_bf16: bool, refused: dict[Precision, str]
+@pytest.mark.parametrize(
+    ("device", "has_onednn", "has_bf16", "refused", "compiled"),
+    [
+        ("cpu", True, True, ON_A_CPU, ON_A_CPU),
+        ("cpu", True, False, WITHOUT_BF16, WITHOUT_BF16),
+        ("cpu", False, True, WITHOUT_BF16, WITHOUT_BF16),
+        ("cuda", True, False, *[{BF16: "this GPU has no BF16 instructions"}] * 2),  # FP16 stays in compiled code
+        ("cuda", True, True, {}, {FP16: "compiled code is no faster in fp16 than in bf16"}),
+    ],
+)
+def test_a_precision_that_gains_nothing_has_its_reason(
+    monkeypatch: pytest.MonkeyPatch, device: str, has_onednn: bool, has_bf16: bool, refused: Any, compiled: Any
 ) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_onednn)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
-    compiled = refused or {FP16: "compiled code is no faster in fp16"}
-    for is_compiled, expected in ((False, refused), (True, compiled)):
-        found = precisions_without_benefit("cuda", is_compiled=is_compiled)
-        assert found.keys() == expected.keys()
-        assert all(found[level].startswith(reason) for level, reason in expected.items())
+    assert precisions_without_benefit(device, is_compiled=False) == refused
+    assert precisions_without_benefit(device, is_compiled=True) == compiled
