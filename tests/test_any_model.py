@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.build import BF16, FP16, FP32
+from tests.build import BF16, FP16, FP32, loop_of
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop, NonFiniteGradientsError
@@ -139,10 +141,8 @@ def test_a_step_with_a_nan_is_not_made_and_counted(level: Precision, fused: bool
 
 
 def test_a_training_that_has_diverged_ends_with_its_cause() -> None:
-    model = nn.Linear(4, 3)
     loss = Diverging(range(0))
-    config = config_of(max_skipped_steps=7)
-    loop = ControlLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, vectors(), config=config)
+    loop, _ = loop_of(nn.Linear(4, 3), vectors(), config_of(max_skipped_steps=7), loss=loss)
     loss.nan_in = range(loss.calls + 1, 1000)
     for _ in range(9):
         loop.step()
@@ -155,8 +155,7 @@ def test_what_is_tried_before_the_first_step_computes_in_fp32() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     seen: list[torch.dtype] = []
     hook = model[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    config = replace(config_of(BF16), curvature=CurvatureConfig())
-    loop = ControlLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, vectors(), config=config)
+    loop, _ = loop_of(model, vectors(), replace(config_of(BF16), curvature=CurvatureConfig()))
     assert not loop.curvature.off_because
     assert set(seen) == {torch.float32}
     loop.step()
@@ -174,29 +173,20 @@ def test_weights_beside_child_layers_are_told_of_once() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x + self.token)
 
-    model, ticks = Token(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop = ControlLoop(
-        model, optimizer, F.cross_entropy, vectors(), config=config_of(every_steps=2), on_tick=ticks.append
-    )
+    loop, ticks = loop_of(Token(), vectors(), config_of(every_steps=2))
     loop.train_epoch()
     loop.close()
     told = [fault.detail for tick in ticks for fault in tick.observation.faults if fault.kind.value == "not_a_layer"]
     assert told == ["weights beside child layers are no layers, and not adapted: token"]
 
 
-def test_a_loop_that_cannot_begin_leaves_the_model_as_it_was() -> None:
-    def full(_: Any) -> None:
-        raise OSError("no space left")
+def test_a_loop_that_cannot_begin_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    class Full(EventLog):
+        def append(self, record: Any) -> None:
+            raise OSError("no space left")
 
-    class Log(EventLog):
-        append = full
-
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = config_of()
-    bad = Log.__new__(Log)
-    with pytest.raises((OSError, AttributeError)):
-        ControlLoop(model, optimizer, F.cross_entropy, vectors(), config=config, on_tick=bad.append)
+    model, log = nn.Linear(4, 3), Full(tmp_path / "events.jsonl")
+    with contextlib.closing(log), pytest.raises(OSError, match="no space left"):
+        loop_of(model, vectors(), config_of(), on_tick=log.append)
     assert "forward" not in model.__dict__
-    ControlLoop(model, optimizer, F.cross_entropy, vectors(), config=config).close()
+    loop_of(model, vectors(), config_of())[0].close()

@@ -198,8 +198,6 @@ def test_the_log_reproduces_every_decision(tmp_path: Path) -> None:
     again = replay(start.control, recorded)
     assert again.diverged_at is None
     assert list(again.decisions) == [decision for _, decision in recorded]
-    other = replay(replace(CONFIG, precision=replace(PRECISION, tau_low=0.0, tau_high=1e-9)), recorded)
-    assert other.diverged_at == 0
 
 
 @pytest.mark.parametrize("ending", ["in good order", "by an error", "after its log"])

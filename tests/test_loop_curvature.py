@@ -6,21 +6,8 @@ from typing import Any, Self
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from tests.build import (
-    BF16,
-    QUIET,
-    ConvNet,
-    Limited,
-    blobs,
-    cross_entropy,
-    images,
-    loop_of,
-    mlp,
-    same,
-    values,
-)
+from tests.build import BF16, QUIET, ConvNet, Limited, blobs, cross_entropy, images, loop_of, mlp, same, values
 from triaccel_ray.config import CurvatureConfig, PrecisionConfig
 from triaccel_ray.control import curvature as control_curvature
 from triaccel_ray.control.curvature import ScheduledCurvature
@@ -106,15 +93,6 @@ class Brittle(TensorSource):
         return super().batch(indices, generator)
 
 
-class Reentrant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.body = nn.Linear(8, 8), mlp()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return checkpoint(self.body, self.first(inputs), use_reentrant=True)
-
-
 def long_sequences() -> tuple[Tensor, Tensor]:
     return torch.randn(64, 90, 8), torch.randint(4, (64, 90))
 
@@ -127,8 +105,6 @@ def sequence_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     ("model", "data", "method", "reason"),
     [
         (mlp, long_sequences(), "ggn", "ggn cannot be measured: outputs of 360 numbers per sample give"),
-        (Reentrant, blobs(64), "fisher", "fisher cannot be measured: model calls torch.utils.checkpoint with"),
-        (Reentrant, blobs(64), "hessian", "hessian cannot be measured: model calls torch.utils.checkpoint"),
         (Paired, PairedSource(*blobs(64)), "fisher", "fisher cannot be measured: inputs and targets have shapes [(2"),
         (mlp, blobs(1), "fisher", "fisher cannot be measured: number of samples = 1: fisher needs at least 2"),
         (

@@ -9,18 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.build import (
-    CPU,
-    QUIET,
-    Limited,
-    Starved,
-    blobs,
-    cross_entropy,
-    loop_of,
-    mlp,
-    same,
-    values,
-)
+from tests.build import CPU, QUIET, Limited, Starved, blobs, cross_entropy, loop_of, mlp, same, values
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import BatchConfig
 from triaccel_ray.data.sources import TensorSource
@@ -104,13 +93,8 @@ def test_the_batch_follows_the_share_of_the_budget(room: int, rho_low: float, rh
     data = (torch.ones(512, 1), torch.zeros(512))
     memory_meter(CPU).release()  # what earlier tests have left on the heap would be room, too
     budget = psutil.Process().memory_info().rss + room * MIB
-    loop, ticks = loop_of(
-        Wide(),
-        data,
-        replace(QUIET, batch=batch, every_steps=1),
-        loss=lambda outputs, targets: outputs.mean(),
-        memory_budget=budget,
-    )
+    config = replace(QUIET, batch=batch, every_steps=1)
+    loop, ticks = loop_of(Wide(), data, config, loss=lambda outputs, _: outputs.mean(), memory_budget=budget)
     loop.step()
     loop.step()
     assert (loop.plan.batch_size > 64) == grows
@@ -128,10 +112,8 @@ def test_an_evaluation_that_does_not_fit_is_a_fault_of_the_next_tick() -> None:
     assert loop.evaluate(blobs(40)).num_samples == 40
     model[1].limit = 100
     tick = loop.tick()
-    assert [(fault.phase, fault.micro_batch_size) for fault in tick.observation.faults] == [
-        ("evaluation", 4),
-        ("evaluation", 2),
-    ]
+    found = [(fault.phase, fault.micro_batch_size) for fault in tick.observation.faults]
+    assert found == [("evaluation", 4), ("evaluation", 2)]
     assert ticks == [tick]
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
 from tests.apply.test_split_weights import EVERY, IN_BF16, OPTIMIZERS, run
 from tests.build import blobs, cross_entropy, mlp, same, values
+from tests.data.test_iterable import Telling
 from triaccel_ray.apply import step_in_backward
 from triaccel_ray.apply.fused_optimizer import state_bytes
 from triaccel_ray.config import ControlConfig, PrecisionConfig
@@ -201,24 +201,17 @@ def test_an_error_of_the_users_code_is_raised_as_without_auto() -> None:
     assert messages[0] == messages[1]
 
 
-class Stream(IterableDataset[Any]):
-    """Samples that go on where they stopped, unless their state is loaded; counts those that were read."""
+class Stream(Telling):
+    """Remembers where it has been."""
 
     def __init__(self) -> None:
-        self.samples, self.position, self.read = list(zip(*blobs(40), strict=True)), 0, []
+        super().__init__(40)
+        self.read: list[int] = []
 
     def __iter__(self) -> Iterator[Any]:
-        while self.position < len(self.samples):
-            self.position += 1
-            self.read.append(self.position - 1)
-            yield self.samples[self.position - 1]
-        self.position = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
+        for sample in super().__iter__():
+            self.read.append(self.at)
+            yield sample
 
 
 def test_measuring_reads_no_sample_of_a_stream_twice() -> None:
