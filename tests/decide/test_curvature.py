@@ -87,11 +87,8 @@ def test_lr_scale_follows_the_largest_eigenvalue(alpha, eigenvalues, expected):
 
 @pytest.mark.parametrize(("smoothing", "scales"), [(0.5, [1.0, 1 / 1.75, 1 / 1.625]), (0.0, [1 / 2, 1 / 1.5, 1 / 1.5])])
 def test_a_single_measurement_acts_only_where_none_are_averaged(smoothing, scales):
-    config, state, found = (
-        CurvatureConfig(alpha=0.5, tau_curv=0.5, smoothing=smoothing),
-        LayerState(by_variance=BF16),
-        [],
-    )
+    config = CurvatureConfig(alpha=0.5, tau_curv=0.5, smoothing=smoothing)
+    state, found = LayerState(by_variance=BF16), []
     for eigenvalue in (2.0, 1.0, 1.0):
         state, reasons = remember(config, state, (eigenvalue,))
         found.append(lr_scale(config, state))
@@ -122,10 +119,8 @@ def test_a_layer_is_held_above_tau_curv_and_released_at_it(largest, held_before,
 
 
 def test_layers_are_released_when_curvature_is_measured_no_more():
-    config, before = (
-        CurvatureConfig(tau_curv=5.0, alpha=0.1),
-        LayerState(by_variance=BF16, eigenvalues=(9.0,), held=True),
-    )
+    config = CurvatureConfig(tau_curv=5.0, alpha=0.1)
+    before = LayerState(by_variance=BF16, eigenvalues=(9.0,), held=True)
     off = Fault(kind=FaultKind.CURVATURE_OFF, step=9, phase="curvature")
     observation = observation_of(plan_of(), LayerSignal(name="conv"), faults=(off,))
     layers, (reason,) = remember_curvature(config, observation, {"conv": before})

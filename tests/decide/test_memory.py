@@ -114,16 +114,9 @@ def profiles(draw: st.DrawFn) -> MemoryProfile:
     regions = []
     for index in range(draw(st.integers(1, 5))):
         saved = draw(st.integers(1, 1000))
-        regions.append(
-            RegionSignal(
-                name=f"r{index}",
-                saved_bytes=saved,
-                input_bytes=draw(st.integers(0, saved)),
-                offloadable_bytes=draw(st.integers(0, saved)),
-                forward_ms=draw(st.integers(0, 50)) / 10,
-                backward_ms=draw(st.integers(0, 100)) / 10,
-            )
-        )
+        smaller = {name: draw(st.integers(0, saved)) for name in ("input_bytes", "offloadable_bytes")}
+        ms = {name: draw(st.integers(0, most)) / 10 for name, most in (("forward_ms", 50), ("backward_ms", 100))}
+        regions.append(region(f"r{index}", saved_bytes=saved, **smaller, **ms))
     rates = ("to_host_bytes_per_ms", "to_device_bytes_per_ms")
     bandwidth = {name: draw(st.sampled_from([0.0, 50.0, 500.0])) for name in rates}
     return profile_of(*regions, micro_batch_size=draw(st.integers(1, 16)), can_split=draw(st.booleans()), **bandwidth)
@@ -246,7 +239,7 @@ def deep_profile(seed: int, num_regions: int = 60, **others: object) -> MemoryPr
     for index in range(num_regions):
         saved, ms = chance.randint(10**7, 10**9), chance.uniform(0.05, 2.0)
         smaller = {"input_bytes": int(saved * chance.uniform(0.05, 0.5)), "offloadable_bytes": int(saved * 0.9)}
-        regions.append(RegionSignal(name=f"r{index}", saved_bytes=saved, **smaller, forward_ms=ms, backward_ms=2 * ms))
+        regions.append(region(f"r{index}", saved_bytes=saved, **smaller, forward_ms=ms, backward_ms=2 * ms))
     rate = chance.choice([1e7, 5.5e7, 2e8])
     return profile_of(*regions, bandwidth=rate, micro_batch_size=256, **others)
 
