@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.build import BF16, FP16, FP32, loop_of
+from tests.build import BF16, FP16, FP32, Wired, loop_of
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop, NonFiniteGradientsError
@@ -165,15 +165,9 @@ def test_what_is_tried_before_the_first_step_computes_in_fp32() -> None:
 
 
 def test_weights_beside_child_layers_are_told_of_once() -> None:
-    class Token(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.token, self.layer = nn.Parameter(torch.zeros(1, 4)), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x + self.token)
-
-    loop, ticks = loop_of(Token(), vectors(), config_of(every_steps=2))
+    token = nn.Parameter(torch.zeros(1, 4))
+    model = Wired(lambda self, x: self.layer(x + self.token), token=token, layer=nn.Linear(4, 3))
+    loop, ticks = loop_of(model, vectors(), config_of(every_steps=2))
     loop.train_epoch()
     loop.close()
     told = [fault.detail for tick in ticks for fault in tick.observation.faults if fault.kind.value == "not_a_layer"]

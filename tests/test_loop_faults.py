@@ -7,9 +7,9 @@ from typing import Self
 import psutil
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tests.build import CPU, QUIET, Limited, Starved, blobs, cross_entropy, loop_of, mlp, same, values
+from tests.build import CPU, QUIET, Limited, Starved, Wired, blobs, cross_entropy, loop_of, mlp, same, values
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import BatchConfig
 from triaccel_ray.data.sources import TensorSource
@@ -50,36 +50,19 @@ def test_an_error_of_memory_that_nothing_helps_says_what_fills_it(budget: int | 
     assert str(raised.value).startswith(because)
 
 
-class Gathering(nn.Module):
+def gathering() -> nn.Module:
     """Adds up a layer's outputs in a tensor of its own, which is FP32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 4)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.linear(inputs)
-        return torch.zeros(len(hidden), 4).index_add_(0, torch.arange(len(hidden)), hidden)
+    total = lambda self, x: torch.zeros(len(x), 4).index_add_(0, torch.arange(len(x)), self.linear(x))  # noqa: E731
+    return Wired(total, linear=nn.Linear(8, 4))
 
 
 def test_an_error_of_code_that_takes_no_16_bits_says_how_to_train_in_fp32() -> None:
     low = replace(QUIET.precision, initial=Precision.BF16, allow_slow_precisions=True)
-    loop, _ = loop_of(Gathering(), blobs(24), replace(QUIET, precision=low))
+    loop, _ = loop_of(gathering(), blobs(24), replace(QUIET, precision=low))
     with pytest.raises(RuntimeError, match=r"scalar type \(layers return BF16 or FP16, .*initial=Precision.FP32\)"):
         loop.step()
-    loop, _ = loop_of(Gathering(), blobs(24), QUIET)
+    loop, _ = loop_of(gathering(), blobs(24), QUIET)
     loop.step()
-
-
-class Wide(nn.Module):
-    """Two MiB of activations a sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(1, 2**18)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return torch.sigmoid(self.linear(inputs))
 
 
 @pytest.mark.parametrize(
@@ -90,11 +73,12 @@ def test_the_batch_follows_the_share_of_the_budget(room: int, rho_low: float, rh
         start=64, minimum=16, maximum=96, granularity=16, step_up=16, step_down=16, dwell_ticks=0, rho_low=rho_low,
         rho_high=rho_high,
     )  # fmt: skip
+    wide = nn.Sequential(nn.Linear(1, 2**18), nn.Sigmoid())  # two MiB of activations a sample
     data = (torch.ones(512, 1), torch.zeros(512))
     memory_meter(CPU).release()  # what earlier tests have left on the heap would be room, too
     budget = psutil.Process().memory_info().rss + room * MIB
     config = replace(QUIET, batch=batch, every_steps=1)
-    loop, ticks = loop_of(Wide(), data, config, loss=lambda outputs, _: outputs.mean(), memory_budget=budget)
+    loop, ticks = loop_of(wide, data, config, loss=lambda outputs, _: outputs.mean(), memory_budget=budget)
     loop.step()
     loop.step()
     assert (loop.plan.batch_size > 64) == grows

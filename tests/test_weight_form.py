@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.apply.test_split_weights import EVERY, IN_BF16, OPTIMIZERS, run
-from tests.build import blobs, cross_entropy, mlp, same, values
+from tests.build import Wired, blobs, cross_entropy, mlp, same, values
 from tests.data.test_iterable import Telling
 from triaccel_ray.apply import step_in_backward
 from triaccel_ray.apply.fused_optimizer import state_bytes
@@ -166,21 +166,9 @@ def test_hooks_on_gradients_keep_the_plain_form() -> None:
     assert signal.unsupported_because == "hooks act on gradients"
 
 
-class Transforming(nn.Module):
-    """A model whose forward pass cannot be watched: functorch refuses hooks on saved tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        slope = torch.func.grad(lambda x: (x**2).sum())(inputs)
-        outputs: Tensor = self.inner(slope)
-        return outputs
-
-
 def test_a_model_that_cannot_be_measured_keeps_the_plain_form() -> None:
-    loop = loop_of(Transforming())
+    # Its forward pass cannot be watched: functorch refuses hooks on saved tensors.
+    loop = loop_of(Wired(lambda self, x: self.inner(torch.func.grad(lambda x: (x**2).sum())(x)), inner=mlp()))
     assert form_of(loop) == WeightForm()
     signal = loop._training.parameters
     assert signal is not None

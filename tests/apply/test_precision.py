@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.build import BF16, FP16, FP32, ConvNet, controlled, gradients, images
+from tests.build import BF16, FP16, FP32, ConvNet, Wired, controlled, gradients, images
 from triaccel_ray.apply.precision import DTYPES, precisions_without_benefit, supported_precisions
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import Precision
@@ -40,19 +40,10 @@ def test_a_layer_computes_as_one_that_is_cast_and_gets_fp32_gradients(kind: str,
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
-class Age(nn.Module):
-    """A layer that takes seconds since 1970, in FP64: FP32 resolves 128 s of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, 1))
-
-    def forward(self, seconds: Tensor) -> Tensor:
-        return (seconds - 1.7e9).float() @ self.weight
-
-
 def test_a_layer_in_fp32_widens_16_bits_and_leaves_fp64() -> None:
-    model = nn.Sequential(Age())
+    # Takes seconds since 1970, of which FP32 resolves 128.
+    age = Wired(lambda self, seconds: (seconds - 1.7e9).float() @ self.weight, weight=nn.Parameter(torch.ones(1, 1)))
+    model = nn.Sequential(age)
     precision = controlled(model, FP32)
     with precision.in_force():
         assert model(torch.tensor([[1.7e9 + 3.0]], dtype=torch.float64)).item() == 3.0

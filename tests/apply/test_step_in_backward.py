@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.apply import test_split_weights
 from tests.apply.test_split_weights import EVERY, FIXED, IN_BF16, OPTIMIZERS, network, run, step_by_kernels
-from tests.build import FP16, LimitedGradients, RerunPool, blobs, cross_entropy, images, mlp, same, values
+from tests.build import FP16, LimitedGradients, RerunPool, Wired, blobs, cross_entropy, images, mlp, same, values
 from triaccel_ray.apply import step_in_backward
 from triaccel_ray.apply.step_in_backward import buckets_of
 from triaccel_ray.config import ControlConfig, LossScaleConfig
@@ -67,16 +67,9 @@ def assert_same_trajectory(
     return models[0]
 
 
-class Unused(nn.Module):
+def unused() -> nn.Module:
     """Leaves one layer out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = mlp(), nn.Linear(8, 8)  # after a seed
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.used(inputs)
-        return outputs
+    return Wired(lambda self, x: self.used(x), used=mlp(), unused=nn.Linear(8, 8))  # after a seed
 
 
 class Tied(nn.Module):
@@ -102,7 +95,7 @@ def compiled() -> nn.Module:
 
 @EVERY
 @EACH_KIND_OF_WEIGHTS
-@pytest.mark.parametrize(("make", "num_parts"), [(network, 1), (mlp, 4), (Unused, 1), (Tied, 1), (compiled, 1)])
+@pytest.mark.parametrize(("make", "num_parts"), [(network, 1), (mlp, 4), (unused, 1), (Tied, 1), (compiled, 1)])
 def test_it_is_the_trajectory_of_steps_after_the_backward_pass(
     make: Any, num_parts: int, kind: str, config: ControlConfig
 ) -> None:
