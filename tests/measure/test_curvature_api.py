@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.build import Wired
 from tests.measure.curvature_models import (
     METHODS,
     NUM_CLASSES,
@@ -114,37 +115,19 @@ def test_a_penalty_on_weights_in_the_loss_is_part_of_each_samples_loss() -> None
     assert_fisher(model, inputs, targets, loss=penalised, fallback=("position",))
 
 
-class Stubborn(nn.Module):
-    """Keeps a reference to its weight where nobody who wants to replace it would look."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, NUM_CLASSES))
-        self.references = (self.weight,)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.references[0]
-
-
-class TimeFirst(nn.Module):
-    """Puts out positions along dimension 0, of one layer that is a linear map and one that is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 5), Bilinear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x)).transpose(0, 1)
-
-
 def test_what_torch_func_cannot_replace_is_measured_sample_by_sample() -> None:
-    stubborn = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), Stubborn()).double()
-    assert_fisher(stubborn, vectors().double(), classes(), fallback=("2",))
+    weight = nn.Parameter(torch.randn(5, NUM_CLASSES))
+    # Keeps a reference to its weight where nobody who wants to replace it would look.
+    stubborn = Wired(lambda self, x: x @ self.references[0], weight=weight, references=(weight,))
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), stubborn).double()
+    assert_fisher(model, vectors().double(), classes(), fallback=("2",))
 
     def at_the_end(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs[-1], targets)
 
-    assert_fisher(TimeFirst().double(), sequences().double(), classes(), loss=at_the_end, fallback=("second",))
+    parts = {"first": nn.Linear(4, 5), "second": Bilinear()}  # a linear map and another
+    time_first = Wired(lambda self, x: self.second(self.first(x)).transpose(0, 1), **parts).double()
+    assert_fisher(time_first, sequences().double(), classes(), loss=at_the_end, fallback=("second",))
 
 
 class Checkpointed(nn.Module):
