@@ -46,12 +46,13 @@ def deep(*, seed: int = 0) -> nn.Sequential:
 def loop_of(
     model: nn.Module,
     config: ControlConfig = OPEN,
-    kind: str = "adamw",
+    kind: Any = "adamw",
     headroom: int | None = TIGHT,
     data: Any = None,
     on_tick: Callable[[Tick], None] | None = None,
 ) -> ControlLoop:
-    optimizer = OPTIMIZERS[kind](model.parameters())
+    """A loop; `kind` names its optimizer, or makes one."""
+    optimizer = OPTIMIZERS.get(kind, kind)(model.parameters())
     data = blobs(40) if data is None else data
     return ControlLoop(model, optimizer, cross_entropy, data, config=config, memory_headroom=headroom, on_tick=on_tick)
 
@@ -144,11 +145,7 @@ def test_a_run_that_resumes_with_more_memory_goes_on_in_the_plain_form_and_says_
 )
 def test_an_optimizer_without_a_kernel_keeps_the_plain_form(make: Any, reason: str) -> None:
     ticks: list[Tick] = []
-    model = deep()
-    loop = ControlLoop(
-        model, make(model.parameters()), cross_entropy, blobs(40), config=OPEN, memory_headroom=TIGHT,
-        on_tick=ticks.append,
-    )  # fmt: skip
+    loop = loop_of(deep(), kind=make, on_tick=ticks.append)
     run(loop, 2)
     loop.close()
     assert form_of(loop) == WeightForm()
