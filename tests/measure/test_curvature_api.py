@@ -130,25 +130,22 @@ def test_what_torch_func_cannot_replace_is_measured_sample_by_sample() -> None:
     assert_fisher(time_first, sequences().double(), classes(), loss=at_the_end, fallback=("second",))
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, *, use_reentrant: bool) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
-        self.head = nn.Linear(5, NUM_CLASSES)
-        self.use_reentrant = use_reentrant
+def checkpointed(*, use_reentrant: bool) -> nn.Module:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, x + self.head.bias.sum(), use_reentrant=use_reentrant))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.body, x + self.head.bias.sum(), use_reentrant=self.use_reentrant))
+    body = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+    return Wired(forward, body=body, head=nn.Linear(5, NUM_CLASSES))
 
 
 def test_checkpointed_layers_are_measured() -> None:
-    assert_fisher(Checkpointed(use_reentrant=False).double(), vectors().double(), classes())
+    assert_fisher(checkpointed(use_reentrant=False).double(), vectors().double(), classes())
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_checkpoints_that_hide_the_graph_are_refused(method: Any) -> None:
     with pytest.raises(ValueError, match="use_reentrant = True: must be False"):
-        directly(Checkpointed(use_reentrant=True), vectors(), classes(), method)
+        directly(checkpointed(use_reentrant=True), vectors(), classes(), method)
 
 
 class TwoInputs(nn.Module):
