@@ -287,6 +287,11 @@ def plain(tree: Any) -> Any:
     return [plain(value) for value in tree] if isinstance(tree, list | tuple) else tree
 
 
+def run(loop: Any, num_steps: int) -> None:
+    for _ in range(num_steps):
+        loop.step()
+
+
 PRECISION = PrecisionConfig(tau_low=6e-4, tau_high=2.5e-3, dwell_ticks=0, patience_ticks=1, allow_slow_precisions=True)
 CURVATURE = CurvatureConfig(every_steps=8, num_samples=8, tau_curv=0.45, alpha=0.1)
 BATCH = BatchConfig(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.build import BF16, FP16, FP32, Wired, loop_of
+from tests.build import BF16, FP16, FP32, Wired, loop_of, run
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop, NonFiniteGradientsError
@@ -129,8 +129,7 @@ def test_a_step_with_a_nan_is_not_made_and_counted(level: Precision, fused: bool
     loop.step()
     before = copy.deepcopy(model.state_dict())
     loss.nan_in = range(loss.calls + 1, loss.calls + 4)
-    for _ in range(3):
-        loop.step()
+    run(loop, 3)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     loop.step()
     loop.close()
@@ -144,8 +143,7 @@ def test_a_training_that_has_diverged_ends_with_its_cause() -> None:
     loss = Diverging(range(0))
     loop, _ = loop_of(nn.Linear(4, 3), vectors(), config_of(max_skipped_steps=7), loss=loss)
     loss.nan_in = range(loss.calls + 1, 1000)
-    for _ in range(9):
-        loop.step()
+    run(loop, 9)
     with pytest.raises(NonFiniteGradientsError, match=r"of the last 10 steps were NaN or infinite, up to step 10"):
         loop.step()
 

@@ -25,6 +25,7 @@ from tests.build import (
     images,
     loop_of,
     mlp,
+    run,
     same,
     values,
 )
@@ -172,8 +173,7 @@ def test_a_decision_does_not_wait_for_the_next_epoch() -> None:
 
 def test_ticks_and_measurements_come_at_their_intervals() -> None:
     loop, ticks = loop_of(mlp(), blobs(240))
-    for _ in range(26):
-        loop.step()
+    run(loop, 26)
     assert [tick.observation.step for tick in ticks] == [4, 8, 12, 16, 20, 24]
     assert [tick.observation.tick for tick in ticks] == [0, 1, 2, 3, 4, 5]
     measured = [all(layer.eigenvalues for layer in tick.observation.layers) for tick in ticks]
@@ -285,8 +285,7 @@ def test_a_step_on_a_gpu_does_not_wait_for_the_device() -> None:
     loop, _ = loop_of(model, images(240), replace(CONFIG, every_steps=1000, curvature=CurvatureConfig(enabled=False)))
     for level in (FP16, BF16):
         loop._training.precision.set({"first": level})
-        for _ in range(2):
-            loop.step()
+        run(loop, 2)
         with no_waiting():
             loop.step()
     loop.close()

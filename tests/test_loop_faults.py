@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.build import CPU, QUIET, Limited, Starved, Wired, blobs, cross_entropy, loop_of, mlp, same, values
+from tests.build import CPU, QUIET, Limited, Starved, Wired, blobs, cross_entropy, loop_of, mlp, run, same, values
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import BatchConfig
 from triaccel_ray.data.sources import TensorSource
@@ -128,8 +128,7 @@ def test_an_optimizer_without_memory_is_a_fault_and_no_step_is_lost() -> None:
     for model, fails_at in zip(models, (3, 0), strict=True):
         optimizer = Starved(model.parameters(), fails_at=fails_at)
         loop = ControlLoop(model, optimizer, cross_entropy, blobs(64), config=QUIET, on_tick=ticks.append)
-        for _ in range(3):
-            loop.step()
+        run(loop, 3)
         loop.tick()
     assert same(values(models[0]), values(models[1]))
     faults = [fault for tick in ticks for fault in tick.observation.faults]
@@ -141,17 +140,14 @@ def test_a_late_decision_hears_of_what_failed_since_the_measurement() -> None:
     model = nn.Sequential(mlp(), Limited(1000))
     loop, ticks = loop_of(model, blobs(240), QUIET)
     loop._pending.decides_late = True
-    for _ in range(4):
-        loop.step()
+    run(loop, 4)
     model[1].limit = 4
-    for _ in range(3):
-        loop.step()
+    run(loop, 3)
     loop._pending.record()
     (tick,) = ticks
     assert (tick.observation.step, [fault.step for fault in tick.observation.faults]) == (4, [4])
     assert loop.plan.batch_size == 4  # where what was measured alone would have made it grow
-    for _ in range(5):
-        loop.step()
+    run(loop, 5)
     loop._pending.record()
     assert ticks[1].observation.faults == ()  # told once
     again = replay(QUIET, [(each.observation, each.decision) for each in ticks])
@@ -178,8 +174,7 @@ def test_a_loop_that_fails_while_it_closes_lets_go_of_everything() -> None:
     model, source = mlp(), Closing(*blobs(240))
     loop, _ = loop_of(model, source, on_tick=full)
     loop._pending.decides_late = True
-    for _ in range(4):
-        loop.step()
+    run(loop, 4)
     with pytest.raises(OSError, match="no space left"):
         loop.close()
     assert all("forward" not in module.__dict__ for module in model.modules())

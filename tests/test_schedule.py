@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from tests.build import BATCH, CPU, QUIET, blobs, cross_entropy, mlp, same, values
+from tests.build import BATCH, CPU, QUIET, blobs, cross_entropy, mlp, run, same, values
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.data.sampler import Sampler
@@ -112,17 +112,14 @@ def test_at_one_batch_size_it_is_pytorchs_own_loop(is_baseline: bool) -> None:
 )
 def test_a_resumed_run_goes_on_alike(make: Any, tmp_path: Path) -> None:
     whole, _ = loop_with(make, FIXED)
-    for _ in range(20):
-        whole.step()
+    run(whole, 20)
     first, _ = loop_with(make, FIXED)
-    for _ in range(7):
-        first.step()
+    run(first, 7)
     save_checkpoint(tmp_path / "checkpoint.pt", first.state_dict())
     first.close()
     resumed, scheduler = loop_with(make, FIXED, model=mlp(seed=1))
     resumed.load_state_dict(load_checkpoint(tmp_path / "checkpoint.pt"))
-    for _ in range(13):
-        resumed.step()
+    run(resumed, 13)
     assert same(values(resumed.model), values(whole.model))
     assert scheduler.get_last_lr() == [resumed.optimizer.optimizer.param_groups[0]["lr"]]
     resumed.close()

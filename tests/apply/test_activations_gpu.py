@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.apply.captured import fixed, loop_of, run, sgd
+from tests.apply.captured import fixed, loop_of, sgd
+from tests.build import run
 from triaccel_ray.records.plan import FaultKind, Precision, Storage
 from triaccel_ray.trainables.models import resnet18
 from triaccel_ray.trainables.text import GPT
