@@ -13,22 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.build import BF16, FP16, FP32, Wired, loop_of, run
+from tests.build import BF16, FP16, FP32, QUIET, Wired, loop_of, run
 from triaccel_ray.baseline import BaselineLoop
-from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.config import ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop, NonFiniteGradientsError
 from triaccel_ray.records.events import EventLog
 from triaccel_ray.records.plan import Precision
 
 
-def config_of(level: Precision = FP32, batch: int = 8, **changes: Any) -> ControlConfig:
-    return ControlConfig(
-        every_steps=changes.pop("every_steps", 5),
-        precision=PrecisionConfig(enabled=False, initial=level, allow_slow_precisions=True),
-        curvature=CurvatureConfig(enabled=False),
-        batch=BatchConfig(enabled=False, start=batch, minimum=batch, maximum=batch, granularity=1),
-        **changes,
-    )
+def config_of(level: Precision = FP32, **changes: Any) -> ControlConfig:
+    precision = PrecisionConfig(enabled=False, initial=level, allow_slow_precisions=True)
+    batch = replace(QUIET.batch, enabled=False)
+    return replace(QUIET, precision=precision, batch=batch, **{"every_steps": 5, **changes})
 
 
 def vectors(num_samples: int = 32) -> tuple[Tensor, Tensor]:

@@ -99,17 +99,12 @@ def test_at_one_batch_size_it_is_pytorchs_own_loop(is_baseline: bool) -> None:
     loop.close()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        one_cycle,
-        lambda optimizer: lr_scheduler.SequentialLR(
-            optimizer,
-            [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5), lr_scheduler.CosineAnnealingLR(optimizer, 20)],
-            [5],
-        ),
-    ],
-)
+def in_sequence(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5), lr_scheduler.CosineAnnealingLR(optimizer, 20)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [5])
+
+
+@pytest.mark.parametrize("make", [one_cycle, in_sequence])
 def test_a_resumed_run_goes_on_alike(make: Any, tmp_path: Path) -> None:
     whole, _ = loop_with(make, FIXED)
     run(whole, 20)

@@ -246,11 +246,7 @@ def assert_blocks(
     """Asserts that the estimate's eigenvalues of each layer are the largest of its dense block."""
     block = dense.fisher_block if method == "fisher" else dense.ggn_block
     for layer, found in zip(find_layers(model), estimate.eigenvalues, strict=True):
-        assert_spectrum(found, dense.largest(block(model, loss, inputs, targets, layer), len(found)))
-
-
-def assert_spectrum(found: Tensor, expected: Tensor) -> None:
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(
-        found.double(), expected, rtol=0.0, atol=ROUNDING * expected.abs().max().item(), check_dtype=False
-    )
+        expected = dense.largest(block(model, loss, inputs, targets, layer), len(found))
+        assert found.dtype == torch.float32
+        atol = ROUNDING * expected.abs().max().item()
+        torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=atol, check_dtype=False)
