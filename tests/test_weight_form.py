@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,17 +44,12 @@ def deep(*, seed: int = 0) -> nn.Sequential:
 
 
 def loop_of(
-    model: nn.Module,
-    config: ControlConfig = OPEN,
-    kind: Any = "adamw",
-    headroom: int | None = TIGHT,
-    data: Any = None,
-    on_tick: Callable[[Tick], None] | None = None,
+    model: nn.Module, config: Any = OPEN, kind: Any = "adamw", headroom: Any = TIGHT, data: Any = None, **options: Any
 ) -> ControlLoop:
     """A loop; `kind` names its optimizer, or makes one."""
     optimizer = OPTIMIZERS.get(kind, kind)(model.parameters())
     data = blobs(40) if data is None else data
-    return ControlLoop(model, optimizer, cross_entropy, data, config=config, memory_headroom=headroom, on_tick=on_tick)
+    return ControlLoop(model, optimizer, cross_entropy, data, config=config, memory_headroom=headroom, **options)
 
 
 def form_of(loop: ControlLoop) -> WeightForm:

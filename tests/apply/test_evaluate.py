@@ -26,14 +26,9 @@ from triaccel_ray.records.plan import FaultKind
 
 
 def evaluated(
-    model: nn.Module,
-    source: DataSource,
-    batch_size: int,
-    loss: Any = cross_entropy,
-    metrics: Any = None,
-    **options: Any,
+    model: nn.Module, source: DataSource, batch_size: int, loss: Any = cross_entropy, metrics: Any = None, **how: Any
 ) -> Evaluation:
-    how = {"device": CPU, "batch_size": batch_size, "step": 5, "release_memory": nothing, **options}
+    how |= {"device": CPU, "batch_size": batch_size, "step": 5, "release_memory": nothing}
     return evaluate(model, loss, source, metrics, **how)
 
 

@@ -156,13 +156,9 @@ def device_of(seed: int) -> Device:
     regions = []
     for name in REGIONS:
         saved = chance.randint(50, 500)
-        mib = {
-            "saved": saved,
-            "input": saved * chance.uniform(0.05, 0.6),
-            "offloadable": saved * chance.uniform(0, 0.95),
-        }
+        passed, moved = saved * chance.uniform(0.05, 0.6), saved * chance.uniform(0.0, 0.95)
         ms = {"forward_ms": chance.uniform(0.5, 5.0), "backward_ms": chance.uniform(1.0, 10.0)}
-        regions.append(region_of(name, **mib, **ms))
+        regions.append(region_of(name, saved=saved, input=passed, offloadable=moved, **ms))
     bandwidth = chance.choice([0.0, 20.0, 55.0, 200.0]) * MIB
     profile = profile_of(*regions, bandwidth=bandwidth, can_split=chance.random() < 0.5)
     kept = modelled_bytes(profile, {}, 64)

@@ -25,14 +25,11 @@ def remember(config: CurvatureConfig, state: LayerState, eigenvalues: tuple[floa
 @pytest.mark.parametrize(
     ("past", "measured", "expected"),
     [
-        (None, (1.0, 3.0, 2.0), (3.0, 2.0, 1.0)),
-        ((4.0, 2.0), (8.0, 6.0), (5.0, 3.0)),
-        ((4.0, 2.0), (6.0, 8.0), (5.0, 3.0)),
-        ((4.0,), (8.0, 4.0), (5.0, 1.0)),
-        ((4.0, 2.0), (8.0,), (5.0, 1.5)),
-        ((1.0, 0.0), (-8.0, -9.0), (-1.25, -2.25)),
+        (None, (1.0, 3.0, 2.0), (3.0, 2.0, 1.0)), ((4.0, 2.0), (8.0, 6.0), (5.0, 3.0)),
+        ((4.0, 2.0), (6.0, 8.0), (5.0, 3.0)), ((4.0,), (8.0, 4.0), (5.0, 1.0)),
+        ((4.0, 2.0), (8.0,), (5.0, 1.5)), ((1.0, 0.0), (-8.0, -9.0), (-1.25, -2.25)),
     ],
-)
+)  # fmt: skip
 def test_smoothing_averages_in_descending_order_and_pads_with_zeros(past, measured, expected):
     assert smooth_eigenvalues(0.75, past, measured) == expected
 
@@ -72,15 +69,10 @@ def test_noise_is_averaged_in_units_of_its_own_variance():
 @pytest.mark.parametrize(
     ("alpha", "eigenvalues", "expected"),
     [
-        (0.02, (50.0, 1.0), 0.5),
-        (0.5, (2.0,), 0.5),
-        (0.0, (1e9,), 1.0),
-        (0.02, (0.0,), 1.0),
-        (0.02, (-50.0,), 1.0),
-        (0.02, None, 1.0),
-        (0.02, (), 1.0),
+        (0.02, (50.0, 1.0), 0.5), (0.5, (2.0,), 0.5), (0.0, (1e9,), 1.0), (0.02, (0.0,), 1.0), (0.02, (-50.0,), 1.0),
+        (0.02, None, 1.0), (0.02, (), 1.0),
     ],
-)
+)  # fmt: skip
 def test_lr_scale_follows_the_largest_eigenvalue(alpha, eigenvalues, expected):
     assert lr_scale(CurvatureConfig(alpha=alpha), LayerState(by_variance=BF16, eigenvalues=eigenvalues)) == expected
 

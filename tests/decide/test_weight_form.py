@@ -42,10 +42,7 @@ GPT = ParameterSignal(
     [
         (PLAIN, False, 2 * 900 + 4 * 1000),  # casts, and gradients in FP32
         (PLAIN, True, 2 * 900 + 2 * 900 + 4 * 100),
-        (SPLIT, False, 2 * 900 + 4 * 100),
-        (SPLIT, True, 2 * 900 + 4 * 100),
-        (IN_BACKWARD, False, 2 * 900 + 4 * 100),
-        (IN_BACKWARD, True, 2 * 900 + 4 * 100),
+        *((form, keeps, 2 * 900 + 4 * 100) for form in (SPLIT, IN_BACKWARD) for keeps in (False, True)),
         (BOTH, False, 4 * 100),
     ],
 )
