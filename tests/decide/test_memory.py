@@ -4,15 +4,12 @@ from itertools import product
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.decide.build import plan_of
 from tests.decide.memory_device import profile_of
 from triaccel_ray.decide.memory import (
-    KEEP,
-    OFFLOAD,
-    RECOMPUTE,
     UNDIVIDED_SHARE,
     Measured,
     added_ms,
@@ -21,8 +18,10 @@ from triaccel_ray.decide.memory import (
     modelled_bytes,
     predict,
 )
+from triaccel_ray.records.plan import Storage
 from triaccel_ray.records.signals import MemoryProfile, RegionSignal
 
+KEEP, RECOMPUTE, OFFLOAD = Storage
 SAVED, INPUT, MOVED = 100, 20, 90
 GRADIENTS = 2 * INPUT
 """Of a region's output and input, while its backward pass runs."""
@@ -154,7 +153,6 @@ def assignments(profile: MemoryProfile):
             yield storage
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     profiles(),
     st.floats(0.0, 1.2),

@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.decide.build import capture_out_of_memory, codes, memory_signal, observation_of, out_of_memory, plan_of
+from tests.decide.build import capture_out_of_memory, memory_signal, observation_of, out_of_memory, plan_of
 from tests.decide.memory_device import MIB, REGIONS, SMALL, Device, Run, device_of, profile_of, region_of
 from triaccel_ray.decide.calibration import budget_bytes, compare, forget_shortage, measure, remember_plan
 from triaccel_ray.decide.memory import RECOMPUTE, modelled_bytes
 from triaccel_ray.decide.throughput import Judgement
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.plan import ReasonCode
 from triaccel_ray.records.state import MemoryState, PassTiming, PeakReading, Stored, ThroughputState
 
 COSTS = {"saved": 800, "input": 250, "offloadable": 760, "forward_ms": 1.0, "backward_ms": 2.0}
@@ -158,13 +157,3 @@ def test_the_cost_of_a_micro_batch_is_remembered_after_a_plan_that_was_not_timed
         after = remember_plan(observation, judged, plan_of(64, 2), state)
         assert (after.pass_ms, after.other_timing.num_micro_batches) == (expected, 4)
         assert remember_plan(observation, judged, plan_of(32, 2), state).pass_ms == 0.0
-
-
-def test_the_cost_of_a_new_plan_is_that_of_the_last_one():
-    run = Run(device=SMALL)
-    run.adapting_ms = 10**6  # the first step's warm-up
-    run.tick()
-    saved_ms = 64 * 100
-    decision = run.tick(samples_left=saved_ms)
-    assert ReasonCode.HELD_COST not in codes(decision, "memory")
-    assert decision.plan.storage != dict.fromkeys(REGIONS, RECOMPUTE)
