@@ -184,8 +184,7 @@ class Queue(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.num_samples += len(inputs)
-        outputs: Tensor = self.linear(inputs)
-        return outputs
+        return self.linear(inputs)
 
 
 class Centered(nn.Module):

@@ -153,18 +153,15 @@ def test_an_optimizer_without_a_kernel_keeps_the_plain_form(make: Any, reason: s
 def test_hooks_on_gradients_keep_the_plain_form() -> None:
     model = deep()
     model[0].weight.register_hook(lambda gradient: 2 * gradient)
-    signal = loop_of(model)._training.parameters
-    assert signal is not None
-    assert signal.unsupported_because == "hooks act on gradients"
+    assert loop_of(model)._training.parameters.unsupported_because == "hooks act on gradients"
 
 
 def test_a_model_that_cannot_be_measured_keeps_the_plain_form() -> None:
     # Its forward pass cannot be watched: functorch refuses hooks on saved tensors.
     loop = loop_of(Wired(lambda self, x: self.inner(torch.func.grad(lambda x: (x**2).sum())(x)), inner=mlp()))
     assert form_of(loop) == WeightForm()
-    signal = loop._training.parameters
-    assert signal is not None
-    assert signal.unsupported_because.startswith("two samples cannot be passed to measure what they save: ")
+    reason = loop._training.parameters.unsupported_because
+    assert reason.startswith("two samples cannot be passed to measure what they save: ")
     loop.step()
 
 
@@ -252,9 +249,8 @@ def test_memory_that_several_saved_tensors_share_counts_once_and_that_of_paramet
     ],
 )
 def test_whether_layers_may_compute_in_fp16(precision: PrecisionConfig, may_use_fp16: bool) -> None:
-    signal = loop_of(deep(), replace(OPEN, precision=precision))._training.parameters
-    assert signal is not None
-    assert signal.may_use_fp16 is may_use_fp16
+    loop = loop_of(deep(), replace(OPEN, precision=precision))
+    assert loop._training.parameters.may_use_fp16 is may_use_fp16
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,7 @@ class Tied(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.tied(self.frozen(self.entry(inputs)).tanh())
-        outputs: Tensor = self.head(F.linear(self.tied(hidden.tanh()), self.tied.weight.t()))
-        return outputs
+        return self.head(F.linear(self.tied(hidden.tanh()), self.tied.weight.t()))
 
 
 def compiled() -> nn.Module:
@@ -128,7 +127,6 @@ def test_gradients_never_exist_all_at_once(config: ControlConfig) -> None:
     seen: list[weakref.ref[Tensor]] = []
     loop = loop_of(model, config, data=blobs(40))
     stepper = loop._training.steps.step.stepper
-    assert stepper is not None
     take = stepper._take
 
     def watching(index: int, gradients: Any, steps: bool) -> None:
@@ -277,8 +275,7 @@ class Reentrant(nn.Module):
         hidden = self.entry(inputs)
         for _ in range(2):
             hidden = checkpoint(self.shared, hidden, use_reentrant=self.use_reentrant)
-        outputs: Tensor = self.head(hidden)
-        return outputs
+        return self.head(hidden)
 
 
 def test_a_gradient_that_arrives_in_pieces_is_refused_with_the_way_out() -> None:
@@ -325,8 +322,7 @@ class Detached(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = F.linear(self.entry(inputs), self.read(self.trained.weight))
-        outputs: Tensor = self.head(self.trained(hidden.tanh()))
-        return outputs
+        return self.head(self.trained(hidden.tanh()))
 
 
 @EACH_KIND_OF_WEIGHTS

@@ -179,9 +179,7 @@ def test_it_stays_within_the_budget_where_any_form_does_and_a_larger_one_never_b
     reachable = {decide_form(config, replace(signal, **{name: size}))[0] for size in (1, 10**13)}
 
     def is_within(limited: ParameterSignal, form: WeightForm) -> bool:
-        room = room_bytes(limited, form)
-        assert room is not None
-        return needed_bytes(signal, form) <= room
+        return needed_bytes(signal, form) <= room_bytes(limited, form)
 
     for each, form in zip(limited, forms, strict=True):
         assert is_within(each, form) or not any(is_within(each, other) for other in reachable)
