@@ -25,9 +25,6 @@ from triaccel_ray.records.plan import FaultKind, Storage
 from triaccel_ray.trainables.models import efficientnet_b0, resnet18
 
 ALL = ("blocks.0", "blocks.1", "blocks.2")
-KEPT = ExecutionConfig(activations="keep")
-CHECKPOINTED = ExecutionConfig(activations="recompute")
-OFFLOADED = ExecutionConfig(activations="offload")
 
 
 class Residual(nn.Module):
@@ -124,9 +121,10 @@ def test_trajectories_are_those_of_kept_activations(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(step_in_backward, "BUCKET_ELEMENTS", 30)
     monkeypatch.setattr(offload, "MIN_BYTES", 64)
     found = []
-    for execution in (KEPT, CHECKPOINTED, OFFLOADED):
+    for storage in Storage:
+        execution = ExecutionConfig(activations=storage.value)
         loop, _ = loop_of(Network(), images(40), replace(IN_BF16, step_in_backward=True, execution=execution))
-        assert len(loop._training.steps.step.activations.storage) == (0 if execution is KEPT else 3)
+        assert len(loop._training.steps.step.activations.storage) == (0 if storage is Storage.KEEP else 3)
         run(loop, 6)
         found.append((values(loop.model), float(loop.epoch_loss[0])))
         loop.close()
@@ -267,7 +265,7 @@ def test_captured_steps_keep_what_regions_compute_that_draw_random_numbers() -> 
 @pytest.mark.parametrize("compiles", [False, True])
 def test_where_there_is_nothing_to_checkpoint_a_fault_says_why(compiles: bool) -> None:
     model = Network() if compiles else nn.Sequential(nn.Conv2d(3, 4, 6), nn.Flatten())
-    config = replace(FIXED, execution=replace(CHECKPOINTED, compile="on" if compiles else "off"))
+    config = replace(FIXED, execution=ExecutionConfig(activations="recompute", compile="on" if compiles else "off"))
     loop = ControlLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), cross_entropy, images(), config=config)
     found = {fault.kind: fault.detail for fault in loop._training.faults}
     assert ("compiled code" if compiles else "no blocks") in found[FaultKind.ACTIVATIONS_KEPT]

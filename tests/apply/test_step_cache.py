@@ -121,14 +121,10 @@ def test_a_capture_that_fails_otherwise_is_the_last() -> None:
     assert all(parameter.grad is not None for parameter in cache.step.model.parameters())  # an eager step's
 
 
-def moved(weight: nn.Parameter) -> None:
-    weight.data = weight.data.clone()
-
-
 CHANGES: dict[str, Any] = {
     "hook": lambda model: model[0].weight.register_post_accumulate_grad_hook(lambda _: None),
     "frozen": lambda model: model[0].weight.requires_grad_(False),
-    "moved": lambda model: moved(model[0].weight),
+    "moved": lambda model: setattr(model[0].weight, "data", model[0].weight.data.clone()),
     "mode": lambda model: model[1].eval(),
 }
 
