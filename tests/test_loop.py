@@ -157,7 +157,6 @@ def test_a_late_decision_holds_three_steps_later_and_is_recorded_five_after_that
         loop.step()
         seen.append((loop.plan.batch_size, len(ticks)))
     assert seen == [(8, 0)] * 11 + [(12, 0)] * 5 + [(12, 1)] * 2
-    loop.close()
 
 
 def test_a_decision_does_not_wait_for_the_next_epoch() -> None:
@@ -167,7 +166,6 @@ def test_a_decision_does_not_wait_for_the_next_epoch() -> None:
     assert loop.num_steps == 4
     assert [tick.observation.step for tick in ticks] == [4]
     assert loop.plan.batch_size == 12
-    loop.close()
 
 
 def test_ticks_and_measurements_come_at_their_intervals() -> None:

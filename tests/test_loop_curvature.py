@@ -29,7 +29,6 @@ def test_the_dry_run_comes_before_layers_leave_fp32(monkeypatch: pytest.MonkeyPa
     loop, _ = loop_of(mlp(), blobs(32), replace(QUIET, precision=precision))
     assert seen == [{torch.float32}]
     assert set(loop._training.precision.dtypes.values()) == {torch.bfloat16}
-    loop.close()
 
 
 class Moody(Limited):

@@ -152,7 +152,6 @@ def test_a_late_decision_hears_of_what_failed_since_the_measurement() -> None:
     assert ticks[1].observation.faults == ()  # told once
     again = replay(QUIET, [(each.observation, each.decision) for each in ticks])
     assert again.diverged_at is None
-    loop.close()
 
 
 class Closing(TensorSource):

@@ -72,7 +72,6 @@ def test_a_scheduler_goes_all_its_way_while_the_batch_grows() -> None:
     assert loop.plan.batch_size > START
     assert loop.num_steps < 3 * PER_EPOCH
     assert loop.optimizer.optimizer.param_groups[0]["lr"] < 0.05 / 100
-    loop.close()
 
 
 @pytest.mark.parametrize("is_baseline", [True, False])
@@ -96,7 +95,6 @@ def test_at_one_batch_size_it_is_pytorchs_own_loop(is_baseline: bool) -> None:
             scheduler.step()
             loop.step()
     torch.testing.assert_close(values(loop.model), values(model))
-    loop.close()
 
 
 def in_sequence(optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -117,8 +115,6 @@ def test_a_resumed_run_goes_on_alike(make: Any, tmp_path: Path) -> None:
     run(resumed, 13)
     assert same(values(resumed.model), values(whole.model))
     assert scheduler.get_last_lr() == [resumed.optimizer.optimizer.param_groups[0]["lr"]]
-    resumed.close()
-    whole.close()
 
 
 def test_a_checkpoint_without_a_scheduler_is_not_for_a_run_with_one() -> None:
@@ -128,8 +124,6 @@ def test_a_checkpoint_without_a_scheduler_is_not_for_a_run_with_one() -> None:
         ValueError, match="schedule: the checkpoint's run has none, this one a scheduler: give the loop"
     ):
         loop.load_state_dict(plain.state_dict())
-    plain.close()
-    loop.close()
 
 
 def test_a_scheduler_that_is_stepped_by_hand_goes_on_working() -> None:
@@ -142,7 +136,6 @@ def test_a_scheduler_that_is_stepped_by_hand_goes_on_working() -> None:
     before = values(model)
     loop.train_epoch()
     assert same(values(model), before)
-    loop.close()
 
 
 @pytest.mark.parametrize(

@@ -270,4 +270,3 @@ def test_where_there_is_nothing_to_checkpoint_a_fault_says_why(compiles: bool) -
     found = {fault.kind: fault.detail for fault in loop._training.faults}
     assert ("compiled code" if compiles else "no blocks") in found[FaultKind.ACTIVATIONS_KEPT]
     assert not loop._training.steps.step.activations.regions
-    loop.close()

@@ -189,4 +189,3 @@ def test_a_tick_observes_costs_only_if_memory_is_limited(limited: bool) -> None:
         assert [each.name for each in profile.regions] == list(ALL)
         assert profile.micro_batch_size == loop.plan.batch_size
         assert not profile.can_split
-    loop.close()
