@@ -71,6 +71,19 @@ def shift_and_noise(inputs: Tensor, generator: torch.Generator) -> Tensor:
     return inputs.roll(int(torch.randint(2, (), generator=generator)), dims=-1) + 0.1 * noise
 
 
+class Wired(nn.Module):
+    """Modules, parameters and other parts, and a function `wiring(self, *inputs)` that passes inputs through them."""
+
+    def __init__(self, wiring: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.wiring = wiring
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.wiring(self, *inputs)
+
+
 class Forces(nn.Module):
     """An energy and its gradient by the inputs, [n, 1] and [n, 8], in eval mode as well."""
 
@@ -272,6 +285,11 @@ def plain(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: plain(value) for key, value in tree.items()}
     return [plain(value) for value in tree] if isinstance(tree, list | tuple) else tree
+
+
+def run(loop: Any, num_steps: int) -> None:
+    for _ in range(num_steps):
+        loop.step()
 
 
 PRECISION = PrecisionConfig(tau_low=6e-4, tau_high=2.5e-3, dwell_ticks=0, patience_ticks=1, allow_slow_precisions=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,22 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.build import BF16, FP16, FP32
+from tests.build import BF16, FP16, FP32, QUIET, Wired, loop_of, run
 from triaccel_ray.baseline import BaselineLoop
-from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.config import ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop, NonFiniteGradientsError
 from triaccel_ray.records.events import EventLog
 from triaccel_ray.records.plan import Precision
 
 
-def config_of(level: Precision = FP32, batch: int = 8, **changes: Any) -> ControlConfig:
-    return ControlConfig(
-        every_steps=changes.pop("every_steps", 5),
-        precision=PrecisionConfig(enabled=False, initial=level, allow_slow_precisions=True),
-        curvature=CurvatureConfig(enabled=False),
-        batch=BatchConfig(enabled=False, start=batch, minimum=batch, maximum=batch, granularity=1),
-        **changes,
-    )
+def config_of(level: Precision = FP32, **changes: Any) -> ControlConfig:
+    precision = PrecisionConfig(enabled=False, initial=level, allow_slow_precisions=True)
+    batch = replace(QUIET.batch, enabled=False)
+    return replace(QUIET, precision=precision, batch=batch, **{"every_steps": 5, **changes})
 
 
 def vectors(num_samples: int = 32) -> tuple[Tensor, Tensor]:
@@ -127,8 +125,7 @@ def test_a_step_with_a_nan_is_not_made_and_counted(level: Precision, fused: bool
     loop.step()
     before = copy.deepcopy(model.state_dict())
     loss.nan_in = range(loss.calls + 1, loss.calls + 4)
-    for _ in range(3):
-        loop.step()
+    run(loop, 3)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     loop.step()
     loop.close()
@@ -139,13 +136,10 @@ def test_a_step_with_a_nan_is_not_made_and_counted(level: Precision, fused: bool
 
 
 def test_a_training_that_has_diverged_ends_with_its_cause() -> None:
-    model = nn.Linear(4, 3)
     loss = Diverging(range(0))
-    config = config_of(max_skipped_steps=7)
-    loop = ControlLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, vectors(), config=config)
+    loop, _ = loop_of(nn.Linear(4, 3), vectors(), config_of(max_skipped_steps=7), loss=loss)
     loss.nan_in = range(loss.calls + 1, 1000)
-    for _ in range(9):
-        loop.step()
+    run(loop, 9)
     with pytest.raises(NonFiniteGradientsError, match=r"of the last 10 steps were NaN or infinite, up to step 10"):
         loop.step()
 
@@ -155,8 +149,7 @@ def test_what_is_tried_before_the_first_step_computes_in_fp32() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     seen: list[torch.dtype] = []
     hook = model[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    config = replace(config_of(BF16), curvature=CurvatureConfig())
-    loop = ControlLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, vectors(), config=config)
+    loop, _ = loop_of(model, vectors(), replace(config_of(BF16), curvature=CurvatureConfig()))
     assert not loop.curvature.off_because
     assert set(seen) == {torch.float32}
     loop.step()
@@ -166,37 +159,22 @@ def test_what_is_tried_before_the_first_step_computes_in_fp32() -> None:
 
 
 def test_weights_beside_child_layers_are_told_of_once() -> None:
-    class Token(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.token, self.layer = nn.Parameter(torch.zeros(1, 4)), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x + self.token)
-
-    model, ticks = Token(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop = ControlLoop(
-        model, optimizer, F.cross_entropy, vectors(), config=config_of(every_steps=2), on_tick=ticks.append
-    )
+    token = nn.Parameter(torch.zeros(1, 4))
+    model = Wired(lambda self, x: self.layer(x + self.token), token=token, layer=nn.Linear(4, 3))
+    loop, ticks = loop_of(model, vectors(), config_of(every_steps=2))
     loop.train_epoch()
     loop.close()
     told = [fault.detail for tick in ticks for fault in tick.observation.faults if fault.kind.value == "not_a_layer"]
     assert told == ["weights beside child layers are no layers, and not adapted: token"]
 
 
-def test_a_loop_that_cannot_begin_leaves_the_model_as_it_was() -> None:
-    def full(_: Any) -> None:
-        raise OSError("no space left")
+def test_a_loop_that_cannot_begin_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    class Full(EventLog):
+        def append(self, record: Any) -> None:
+            raise OSError("no space left")
 
-    class Log(EventLog):
-        append = full
-
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = config_of()
-    bad = Log.__new__(Log)
-    with pytest.raises((OSError, AttributeError)):
-        ControlLoop(model, optimizer, F.cross_entropy, vectors(), config=config, on_tick=bad.append)
+    model, log = nn.Linear(4, 3), Full(tmp_path / "events.jsonl")
+    with contextlib.closing(log), pytest.raises(OSError, match="no space left"):
+        loop_of(model, vectors(), config_of(), on_tick=log.append)
     assert "forward" not in model.__dict__
-    ControlLoop(model, optimizer, F.cross_entropy, vectors(), config=config).close()
+    loop_of(model, vectors(), config_of())[0].close()

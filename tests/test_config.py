@@ -27,12 +27,8 @@ KEEP_SIZE = "exchange them. To keep one size: --method dynamic-precision, or Bat
 
 
 def test_every_number_has_its_bounds():
-    numbers = [
-        each
-        for config in CONFIGS
-        for each in fields(config)
-        if not is_dataclass(each.default_factory) and each.type in ("int", "float", "float | None")
-    ]
+    every = [each for config in CONFIGS for each in fields(config) if not is_dataclass(each.default_factory)]
+    numbers = [each for each in every if each.type in ("int", "float", "float | None")]
     assert numbers
     assert all(each.metadata["bounds"] for each in numbers)
 

@@ -19,10 +19,7 @@ from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.events import Tick
 from triaccel_ray.records.plan import FaultKind, Precision
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 class Mixed(nn.Module):

@@ -7,20 +7,9 @@ from typing import Self
 import psutil
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tests.build import (
-    CPU,
-    QUIET,
-    Limited,
-    Starved,
-    blobs,
-    cross_entropy,
-    loop_of,
-    mlp,
-    same,
-    values,
-)
+from tests.build import CPU, QUIET, Limited, Starved, Wired, blobs, cross_entropy, loop_of, mlp, run, same, values
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import BatchConfig
 from triaccel_ray.data.sources import TensorSource
@@ -61,36 +50,19 @@ def test_an_error_of_memory_that_nothing_helps_says_what_fills_it(budget: int | 
     assert str(raised.value).startswith(because)
 
 
-class Gathering(nn.Module):
+def gathering() -> nn.Module:
     """Adds up a layer's outputs in a tensor of its own, which is FP32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 4)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.linear(inputs)
-        return torch.zeros(len(hidden), 4).index_add_(0, torch.arange(len(hidden)), hidden)
+    total = lambda self, x: torch.zeros(len(x), 4).index_add_(0, torch.arange(len(x)), self.linear(x))  # noqa: E731
+    return Wired(total, linear=nn.Linear(8, 4))
 
 
 def test_an_error_of_code_that_takes_no_16_bits_says_how_to_train_in_fp32() -> None:
     low = replace(QUIET.precision, initial=Precision.BF16, allow_slow_precisions=True)
-    loop, _ = loop_of(Gathering(), blobs(24), replace(QUIET, precision=low))
+    loop, _ = loop_of(gathering(), blobs(24), replace(QUIET, precision=low))
     with pytest.raises(RuntimeError, match=r"scalar type \(layers return BF16 or FP16, .*initial=Precision.FP32\)"):
         loop.step()
-    loop, _ = loop_of(Gathering(), blobs(24), QUIET)
+    loop, _ = loop_of(gathering(), blobs(24), QUIET)
     loop.step()
-
-
-class Wide(nn.Module):
-    """Two MiB of activations a sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(1, 2**18)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return torch.sigmoid(self.linear(inputs))
 
 
 @pytest.mark.parametrize(
@@ -101,16 +73,12 @@ def test_the_batch_follows_the_share_of_the_budget(room: int, rho_low: float, rh
         start=64, minimum=16, maximum=96, granularity=16, step_up=16, step_down=16, dwell_ticks=0, rho_low=rho_low,
         rho_high=rho_high,
     )  # fmt: skip
+    wide = nn.Sequential(nn.Linear(1, 2**18), nn.Sigmoid())  # two MiB of activations a sample
     data = (torch.ones(512, 1), torch.zeros(512))
     memory_meter(CPU).release()  # what earlier tests have left on the heap would be room, too
     budget = psutil.Process().memory_info().rss + room * MIB
-    loop, ticks = loop_of(
-        Wide(),
-        data,
-        replace(QUIET, batch=batch, every_steps=1),
-        loss=lambda outputs, targets: outputs.mean(),
-        memory_budget=budget,
-    )
+    config = replace(QUIET, batch=batch, every_steps=1)
+    loop, ticks = loop_of(wide, data, config, loss=lambda outputs, _: outputs.mean(), memory_budget=budget)
     loop.step()
     loop.step()
     assert (loop.plan.batch_size > 64) == grows
@@ -128,10 +96,8 @@ def test_an_evaluation_that_does_not_fit_is_a_fault_of_the_next_tick() -> None:
     assert loop.evaluate(blobs(40)).num_samples == 40
     model[1].limit = 100
     tick = loop.tick()
-    assert [(fault.phase, fault.micro_batch_size) for fault in tick.observation.faults] == [
-        ("evaluation", 4),
-        ("evaluation", 2),
-    ]
+    found = [(fault.phase, fault.micro_batch_size) for fault in tick.observation.faults]
+    assert found == [("evaluation", 4), ("evaluation", 2)]
     assert ticks == [tick]
 
 
@@ -162,8 +128,7 @@ def test_an_optimizer_without_memory_is_a_fault_and_no_step_is_lost() -> None:
     for model, fails_at in zip(models, (3, 0), strict=True):
         optimizer = Starved(model.parameters(), fails_at=fails_at)
         loop = ControlLoop(model, optimizer, cross_entropy, blobs(64), config=QUIET, on_tick=ticks.append)
-        for _ in range(3):
-            loop.step()
+        run(loop, 3)
         loop.tick()
     assert same(values(models[0]), values(models[1]))
     faults = [fault for tick in ticks for fault in tick.observation.faults]
@@ -175,22 +140,18 @@ def test_a_late_decision_hears_of_what_failed_since_the_measurement() -> None:
     model = nn.Sequential(mlp(), Limited(1000))
     loop, ticks = loop_of(model, blobs(240), QUIET)
     loop._pending.decides_late = True
-    for _ in range(4):
-        loop.step()
+    run(loop, 4)
     model[1].limit = 4
-    for _ in range(3):
-        loop.step()
+    run(loop, 3)
     loop._pending.record()
     (tick,) = ticks
     assert (tick.observation.step, [fault.step for fault in tick.observation.faults]) == (4, [4])
     assert loop.plan.batch_size == 4  # where what was measured alone would have made it grow
-    for _ in range(5):
-        loop.step()
+    run(loop, 5)
     loop._pending.record()
     assert ticks[1].observation.faults == ()  # told once
     again = replay(QUIET, [(each.observation, each.decision) for each in ticks])
     assert again.diverged_at is None
-    loop.close()
 
 
 class Closing(TensorSource):
@@ -212,8 +173,7 @@ def test_a_loop_that_fails_while_it_closes_lets_go_of_everything() -> None:
     model, source = mlp(), Closing(*blobs(240))
     loop, _ = loop_of(model, source, on_tick=full)
     loop._pending.decides_late = True
-    for _ in range(4):
-        loop.step()
+    run(loop, 4)
     with pytest.raises(OSError, match="no space left"):
         loop.close()
     assert all("forward" not in module.__dict__ for module in model.modules())

@@ -1,5 +1,6 @@
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.build import (
     images,
     loop_of,
     mlp,
+    run,
     same,
     shift_and_noise,
     values,
@@ -92,33 +94,33 @@ def seeded(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def started(make: Any, seed: int) -> tuple[Any, Recorded]:
+    """What `make` makes by that seed; all generators begin with it both before and after."""
+    seeded(seed)
+    loop, losses = make(seed)
+    seeded(seed)
+    return loop, losses
+
+
 def state_of(loop: ControlLoop | BaselineLoop) -> dict[str, Any]:
     return {name: value for name, value in loop.state_dict().items() if name not in NOT_COMPARED}
 
 
 def assert_resumes(make: Any, stop: int, path: Path) -> ControlLoop | BaselineLoop:
     """Runs without and with an interruption after `stop` steps; returns the uninterrupted run."""
-    seeded(1)
-    whole, losses = make(1)
-    seeded(1)
-    for _ in range(NUM_STEPS):
-        whole.step()
+    whole, losses = started(make, 1)
+    run(whole, NUM_STEPS)
     expected = state_of(whole)
 
-    seeded(1)
-    first, losses_before = make(1)
-    seeded(1)
-    for _ in range(stop):
-        first.step()
+    first, losses_before = started(make, 1)
+    run(first, stop)
     save_checkpoint(path, first.state_dict())
     first.step()  # what comes after the checkpoint is lost
     num_lost = len(losses_before.values)
 
-    seeded(2)
-    second, losses_after = make(2)
+    second, losses_after = started(make, 2)
     second.load_state_dict(load_checkpoint(path))
-    for _ in range(NUM_STEPS - stop):
-        second.step()
+    run(second, NUM_STEPS - stop)
     found = state_of(second)
     for name in expected:
         assert same(found[name], expected[name]), name
@@ -155,26 +157,22 @@ def test_a_run_resumes_between_a_reading_and_the_decision_on_it(stop: int, tmp_p
         loop._pending.decides_late = True
         return loop, loss
 
-    seeded(1)
-    loop, _ = make(1)
-    seeded(1)
-    for _ in range(stop):
-        loop.step()
+    loop, _ = started(make, 1)
+    run(loop, stop)
     assert loop.num_ticks == stop // CONFIG.every_steps - 1
     assert loop.state_dict()["undecided"] is not None
     assert_resumes(make, stop, tmp_path / "checkpoint.pt")
 
 
 def test_a_run_resumes_between_a_failure_and_the_tick_that_hears_of_it(tmp_path: Path) -> None:
-    seeded(1)
-    loop, _ = control_loop(1, "sgd")
-    seeded(1)
+    make = partial(control_loop, optimizer="sgd")
+    loop, _ = started(make, 1)
     while not loop.sensors.state_dict()["faults"]:
         loop.step()
     stop = loop.num_steps
     assert stop % CONFIG.every_steps not in (0, CONFIG.every_steps - 1)
     assert loop._training.steps.step.num_micro_batches > loop.plan.num_micro_batches
-    assert_resumes(lambda seed: control_loop(seed, "sgd"), stop, tmp_path / "checkpoint.pt")
+    assert_resumes(make, stop, tmp_path / "checkpoint.pt")
 
 
 @pytest.mark.parametrize("method", ["ggn", "hessian"])
@@ -213,8 +211,7 @@ def test_a_loss_with_buffers_is_not_changed_by_the_check_and_resumes(kind: str, 
 
     (whole, loss), (second, resumed) = make(), make()
     assert loss.counts.tolist() == [1.0] * 4
-    for _ in range(3):
-        whole.step()
+    run(whole, 3)
     save_checkpoint(tmp_path / "checkpoint.pt", whole.state_dict())
     second.load_state_dict(load_checkpoint(tmp_path / "checkpoint.pt"))
     for loop in (whole, second):
@@ -225,13 +222,10 @@ def test_a_loss_with_buffers_is_not_changed_by_the_check_and_resumes(kind: str, 
 
 @pytest.mark.parametrize("stop", [3, 11])
 def test_an_epochs_figures_include_what_was_before_the_checkpoint(stop: int, tmp_path: Path) -> None:
-    whole, _ = baseline_loop(1)
-    seeded(1)
+    whole, _ = started(baseline_loop, 1)
     expected = whole.train_epoch()
-    first, _ = baseline_loop(1)
-    seeded(1)
-    for _ in range(stop):
-        first.step()
+    first, _ = started(baseline_loop, 1)
+    run(first, stop)
     save_checkpoint(tmp_path / "checkpoint.pt", {**first.state_dict(), "epoch_seconds": 100.0})
     second, _ = baseline_loop(2)
     second.load_state_dict(load_checkpoint(tmp_path / "checkpoint.pt"))

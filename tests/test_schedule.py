@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from tests.build import BATCH, CPU, QUIET, blobs, cross_entropy, mlp, same, values
+from tests.build import BATCH, CPU, QUIET, blobs, cross_entropy, mlp, run, same, values
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.data.sampler import Sampler
@@ -72,7 +72,6 @@ def test_a_scheduler_goes_all_its_way_while_the_batch_grows() -> None:
     assert loop.plan.batch_size > START
     assert loop.num_steps < 3 * PER_EPOCH
     assert loop.optimizer.optimizer.param_groups[0]["lr"] < 0.05 / 100
-    loop.close()
 
 
 @pytest.mark.parametrize("is_baseline", [True, False])
@@ -96,37 +95,26 @@ def test_at_one_batch_size_it_is_pytorchs_own_loop(is_baseline: bool) -> None:
             scheduler.step()
             loop.step()
     torch.testing.assert_close(values(loop.model), values(model))
-    loop.close()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        one_cycle,
-        lambda optimizer: lr_scheduler.SequentialLR(
-            optimizer,
-            [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5), lr_scheduler.CosineAnnealingLR(optimizer, 20)],
-            [5],
-        ),
-    ],
-)
+def in_sequence(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5), lr_scheduler.CosineAnnealingLR(optimizer, 20)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [5])
+
+
+@pytest.mark.parametrize("make", [one_cycle, in_sequence])
 def test_a_resumed_run_goes_on_alike(make: Any, tmp_path: Path) -> None:
     whole, _ = loop_with(make, FIXED)
-    for _ in range(20):
-        whole.step()
+    run(whole, 20)
     first, _ = loop_with(make, FIXED)
-    for _ in range(7):
-        first.step()
+    run(first, 7)
     save_checkpoint(tmp_path / "checkpoint.pt", first.state_dict())
     first.close()
     resumed, scheduler = loop_with(make, FIXED, model=mlp(seed=1))
     resumed.load_state_dict(load_checkpoint(tmp_path / "checkpoint.pt"))
-    for _ in range(13):
-        resumed.step()
+    run(resumed, 13)
     assert same(values(resumed.model), values(whole.model))
     assert scheduler.get_last_lr() == [resumed.optimizer.optimizer.param_groups[0]["lr"]]
-    resumed.close()
-    whole.close()
 
 
 def test_a_checkpoint_without_a_scheduler_is_not_for_a_run_with_one() -> None:
@@ -136,8 +124,6 @@ def test_a_checkpoint_without_a_scheduler_is_not_for_a_run_with_one() -> None:
         ValueError, match="schedule: the checkpoint's run has none, this one a scheduler: give the loop"
     ):
         loop.load_state_dict(plain.state_dict())
-    plain.close()
-    loop.close()
 
 
 def test_a_scheduler_that_is_stepped_by_hand_goes_on_working() -> None:
@@ -150,7 +136,6 @@ def test_a_scheduler_that_is_stepped_by_hand_goes_on_working() -> None:
     before = values(model)
     loop.train_epoch()
     assert same(values(model), before)
-    loop.close()
 
 
 @pytest.mark.parametrize(

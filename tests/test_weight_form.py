@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
 from tests.apply.test_split_weights import EVERY, IN_BF16, OPTIMIZERS, run
-from tests.build import blobs, cross_entropy, mlp, same, values
+from tests.build import Wired, blobs, cross_entropy, mlp, same, values
+from tests.data.test_iterable import Telling
 from triaccel_ray.apply import step_in_backward
 from triaccel_ray.apply.fused_optimizer import state_bytes
 from triaccel_ray.config import ControlConfig, PrecisionConfig
@@ -44,16 +44,12 @@ def deep(*, seed: int = 0) -> nn.Sequential:
 
 
 def loop_of(
-    model: nn.Module,
-    config: ControlConfig = OPEN,
-    kind: str = "adamw",
-    headroom: int | None = TIGHT,
-    data: Any = None,
-    on_tick: Callable[[Tick], None] | None = None,
+    model: nn.Module, config: Any = OPEN, kind: Any = "adamw", headroom: Any = TIGHT, data: Any = None, **options: Any
 ) -> ControlLoop:
-    optimizer = OPTIMIZERS[kind](model.parameters())
+    """A loop; `kind` names its optimizer, or makes one."""
+    optimizer = OPTIMIZERS.get(kind, kind)(model.parameters())
     data = blobs(40) if data is None else data
-    return ControlLoop(model, optimizer, cross_entropy, data, config=config, memory_headroom=headroom, on_tick=on_tick)
+    return ControlLoop(model, optimizer, cross_entropy, data, config=config, memory_headroom=headroom, **options)
 
 
 def form_of(loop: ControlLoop) -> WeightForm:
@@ -144,11 +140,7 @@ def test_a_run_that_resumes_with_more_memory_goes_on_in_the_plain_form_and_says_
 )
 def test_an_optimizer_without_a_kernel_keeps_the_plain_form(make: Any, reason: str) -> None:
     ticks: list[Tick] = []
-    model = deep()
-    loop = ControlLoop(
-        model, make(model.parameters()), cross_entropy, blobs(40), config=OPEN, memory_headroom=TIGHT,
-        on_tick=ticks.append,
-    )  # fmt: skip
+    loop = loop_of(deep(), kind=make, on_tick=ticks.append)
     run(loop, 2)
     loop.close()
     assert form_of(loop) == WeightForm()
@@ -161,30 +153,15 @@ def test_an_optimizer_without_a_kernel_keeps_the_plain_form(make: Any, reason: s
 def test_hooks_on_gradients_keep_the_plain_form() -> None:
     model = deep()
     model[0].weight.register_hook(lambda gradient: 2 * gradient)
-    signal = loop_of(model)._training.parameters
-    assert signal is not None
-    assert signal.unsupported_because == "hooks act on gradients"
-
-
-class Transforming(nn.Module):
-    """A model whose forward pass cannot be watched: functorch refuses hooks on saved tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        slope = torch.func.grad(lambda x: (x**2).sum())(inputs)
-        outputs: Tensor = self.inner(slope)
-        return outputs
+    assert loop_of(model)._training.parameters.unsupported_because == "hooks act on gradients"
 
 
 def test_a_model_that_cannot_be_measured_keeps_the_plain_form() -> None:
-    loop = loop_of(Transforming())
+    # Its forward pass cannot be watched: functorch refuses hooks on saved tensors.
+    loop = loop_of(Wired(lambda self, x: self.inner(torch.func.grad(lambda x: (x**2).sum())(x)), inner=mlp()))
     assert form_of(loop) == WeightForm()
-    signal = loop._training.parameters
-    assert signal is not None
-    assert signal.unsupported_because.startswith("two samples cannot be passed to measure what they save: ")
+    reason = loop._training.parameters.unsupported_because
+    assert reason.startswith("two samples cannot be passed to measure what they save: ")
     loop.step()
 
 
@@ -201,24 +178,17 @@ def test_an_error_of_the_users_code_is_raised_as_without_auto() -> None:
     assert messages[0] == messages[1]
 
 
-class Stream(IterableDataset[Any]):
-    """Samples that go on where they stopped, unless their state is loaded; counts those that were read."""
+class Stream(Telling):
+    """Remembers where it has been."""
 
     def __init__(self) -> None:
-        self.samples, self.position, self.read = list(zip(*blobs(40), strict=True)), 0, []
+        super().__init__(40)
+        self.read: list[int] = []
 
     def __iter__(self) -> Iterator[Any]:
-        while self.position < len(self.samples):
-            self.position += 1
-            self.read.append(self.position - 1)
-            yield self.samples[self.position - 1]
-        self.position = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
+        for sample in super().__iter__():
+            self.read.append(self.at)
+            yield sample
 
 
 def test_measuring_reads_no_sample_of_a_stream_twice() -> None:
@@ -279,9 +249,8 @@ def test_memory_that_several_saved_tensors_share_counts_once_and_that_of_paramet
     ],
 )
 def test_whether_layers_may_compute_in_fp16(precision: PrecisionConfig, may_use_fp16: bool) -> None:
-    signal = loop_of(deep(), replace(OPEN, precision=precision))._training.parameters
-    assert signal is not None
-    assert signal.may_use_fp16 is may_use_fp16
+    loop = loop_of(deep(), replace(OPEN, precision=precision))
+    assert loop._training.parameters.may_use_fp16 is may_use_fp16
 
 
 @pytest.mark.parametrize(

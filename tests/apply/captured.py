@@ -59,10 +59,5 @@ def distance(first: nn.Module, second: nn.Module) -> float:
     return max(float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-6)) for a, b in pairs)
 
 
-def run(loop: ControlLoop, num_steps: int) -> None:
-    for _ in range(num_steps):
-        loop.step()
-
-
 def faults_of(ticks: list[Any]) -> list[Any]:
     return [fault for tick in ticks for fault in tick.observation.faults]

@@ -19,14 +19,12 @@ from triaccel_ray.apply.divide import divide
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import ExecutionConfig
 from triaccel_ray.loop import ControlLoop
+from triaccel_ray.measure.saved_bytes import counting_saved_bytes
 from triaccel_ray.model.regions import find_regions
 from triaccel_ray.records.plan import FaultKind, Storage
 from triaccel_ray.trainables.models import efficientnet_b0, resnet18
 
 ALL = ("blocks.0", "blocks.1", "blocks.2")
-KEPT = ExecutionConfig(activations="keep")
-CHECKPOINTED = ExecutionConfig(activations="recompute")
-OFFLOADED = ExecutionConfig(activations="offload")
 
 
 class Residual(nn.Module):
@@ -59,10 +57,15 @@ def images(num_samples: int = 12, size: int = 6) -> tuple[Tensor, Tensor]:
     return torch.randn(num_samples, 3, size, size, generator=generator), torch.arange(num_samples) % 4
 
 
-def recomputing(model: nn.Module, data: Any = None) -> Step:
-    step = step_of(model, data or images())
-    step.activations = Activations(find_regions(model), CPU, fixed=Storage.RECOMPUTE)
+def storing(model: nn.Module, fixed: Storage | None = None) -> Step:
+    """A step whose regions may be stored in any way, or only as `fixed` says."""
+    step = step_of(model, images())
+    step.activations = Activations(find_regions(model), CPU, fixed=fixed)
     return step
+
+
+def recomputing(model: nn.Module) -> Step:
+    return storing(model, Storage.RECOMPUTE)
 
 
 def test_regions_are_the_smallest_blocks_that_repeat_or_the_children_where_none_does() -> None:
@@ -105,14 +108,12 @@ class Dense(Network):
 
 def test_lists_autocast_and_numbers_of_the_host_are_the_same_the_second_time() -> None:
     found = []
-    for make in (step_of, recomputing):
-        model = Dense()
-        step = make(model, images())
+    for step in (step_of(Dense(), images()), recomputing(Dense())):
         step.precision.set(dict.fromkeys(step.precision._regions, BF16))
         torch.manual_seed(1)
         random.seed(1)
         step.run(torch.arange(12), ONE, step=0)
-        found.append(gradients(model))
+        found.append(gradients(step.model))
     assert same(found[0], found[1])
 
 
@@ -120,9 +121,10 @@ def test_trajectories_are_those_of_kept_activations(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(step_in_backward, "BUCKET_ELEMENTS", 30)
     monkeypatch.setattr(offload, "MIN_BYTES", 64)
     found = []
-    for execution in (KEPT, CHECKPOINTED, OFFLOADED):
+    for storage in Storage:
+        execution = ExecutionConfig(activations=storage.value)
         loop, _ = loop_of(Network(), images(40), replace(IN_BF16, step_in_backward=True, execution=execution))
-        assert len(loop._training.steps.step.activations.storage) == (0 if execution is KEPT else 3)
+        assert len(loop._training.steps.step.activations.storage) == (0 if storage is Storage.KEEP else 3)
         run(loop, 6)
         found.append((values(loop.model), float(loop.epoch_loss[0])))
         loop.close()
@@ -132,14 +134,8 @@ def test_trajectories_are_those_of_kept_activations(monkeypatch: pytest.MonkeyPa
 
 def saved_bytes(step: Step) -> int:
     """What autograd holds once the forward pass is over."""
-    held: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
     passing = step.activations.in_force(step.model, step._recomputing)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), passing:
+    with counting_saved_bytes(step.model) as held, passing:
         step.model(images()[0]).sum()
     return sum(held.values())
 
@@ -231,24 +227,21 @@ def test_compiled_blocks_stay_compiled_and_share_their_code(storage: Storage) ->
     torch._dynamo.reset()
 
 
-def fused_step(model: nn.Module, *, recomputes: bool, fixed: Storage | None = Storage.RECOMPUTE) -> Step:
-    step = step_of(model, images(8, size=32))
-    fusion = fused(model)
+def fused_step(model: nn.Module, fixed: Storage | None = None) -> Step:
+    step, fusion, regions = step_of(model, images(8, size=32)), fused(model), find_regions(model)
     step.fusion = fusion
-    if recomputes:
-        regions = find_regions(model)
-        step.activations = Activations(
-            regions, CPU, fixed=fixed, divide=lambda: divide(model, fusion.module, list(regions))
-        )
+    step.activations = Activations(
+        regions, CPU, fixed=fixed, divide=lambda: divide(model, fusion.module, list(regions))
+    )
     return step
 
 
 def test_a_fused_model_is_divided_at_its_regions_and_computes_the_same() -> None:
     found = []
-    for recomputes in (False, True):
+    for fixed in (None, Storage.RECOMPUTE):
         torch.manual_seed(0)
         model = efficientnet_b0(10)
-        step = fused_step(model, recomputes=recomputes)
+        step = fused_step(model, fixed)
         outcome = step.run(torch.arange(8), ONE, step=0)
         found.append((outcome.loss_sum, gradients(model), values(model)))
     assert same(found[0], found[1])
@@ -272,9 +265,8 @@ def test_captured_steps_keep_what_regions_compute_that_draw_random_numbers() -> 
 @pytest.mark.parametrize("compiles", [False, True])
 def test_where_there_is_nothing_to_checkpoint_a_fault_says_why(compiles: bool) -> None:
     model = Network() if compiles else nn.Sequential(nn.Conv2d(3, 4, 6), nn.Flatten())
-    config = replace(FIXED, execution=replace(CHECKPOINTED, compile="on" if compiles else "off"))
+    config = replace(FIXED, execution=ExecutionConfig(activations="recompute", compile="on" if compiles else "off"))
     loop = ControlLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), cross_entropy, images(), config=config)
     found = {fault.kind: fault.detail for fault in loop._training.faults}
     assert ("compiled code" if compiles else "no blocks") in found[FaultKind.ACTIVATIONS_KEPT]
     assert not loop._training.steps.step.activations.regions
-    loop.close()

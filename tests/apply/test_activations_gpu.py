@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.apply.captured import fixed, loop_of, run, sgd
+from tests.apply.captured import fixed, loop_of, sgd
+from tests.build import run
 from triaccel_ray.records.plan import FaultKind, Precision, Storage
 from triaccel_ray.trainables.models import resnet18
 from triaccel_ray.trainables.text import GPT
@@ -83,13 +84,7 @@ class Block(nn.Module):
     [
         ([64, 64, 64], 0.5, "auto", "activations of 1, 2 are kept", ""),  # of blocks that draw random numbers
         ([64, 64, 64], 0.5, "off", "activations of 1, 2 are kept", ""),
-        (
-            [64, 128, 256],
-            0.0,
-            "auto",
-            "",
-            "what becomes of their activations can be chosen",
-        ),  # else compiled as a whole
+        ([64, 128, 256], 0.0, "auto", "", "what becomes of their activations can be chosen"),  # else as a whole
     ],
 )
 def test_what_a_captured_step_checkpoints_and_how_it_is_compiled(

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.apply.captured import adamw, distance, faults_of, fixed, images, loop_of, network, run, sgd
+from tests.apply.captured import adamw, distance, faults_of, fixed, images, loop_of, network, sgd
+from tests.build import run
 from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.model.pytree import map_tensors
 from triaccel_ray.records.plan import FaultKind, Precision

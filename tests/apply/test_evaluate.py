@@ -26,9 +26,10 @@ from triaccel_ray.records.plan import FaultKind
 
 
 def evaluated(
-    model: nn.Module, source: DataSource, batch_size: int, loss: Any = cross_entropy, metrics: Any = None
+    model: nn.Module, source: DataSource, batch_size: int, loss: Any = cross_entropy, metrics: Any = None, **how: Any
 ) -> Evaluation:
-    return evaluate(model, loss, source, metrics, device=CPU, batch_size=batch_size, step=5, release_memory=nothing)
+    how |= {"device": CPU, "batch_size": batch_size, "step": 5, "release_memory": nothing}
+    return evaluate(model, loss, source, metrics, **how)
 
 
 @pytest.mark.parametrize("batch_size", [7, 100])
@@ -66,10 +67,7 @@ def test_on_a_gpu_the_first_batch_tells_how_many_samples_fit(
     monkeypatch.setattr("triaccel_ray.apply.evaluate.peak_of_tensors", lambda device: nullcontext([100]))
     inner, source = mlp(), CountingSource(*blobs(30))
     model = nn.Sequential(inner, Limited(30))
-    result = evaluate(
-        model, cross_entropy, source, device=CPU, batch_size=4, step=5, release_memory=nothing,
-        largest=largest, step_bytes=step_bytes,
-    )  # fmt: skip
+    result = evaluated(model, source, 4, largest=largest, step_bytes=step_bytes)
     assert model[1].sizes == sizes
     assert result.metrics == evaluated(inner, source, 30).metrics
 

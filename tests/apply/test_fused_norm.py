@@ -15,7 +15,6 @@ def _step(layer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     running = RunningStatistics(mean=torch.zeros(8, device=DEVICE), var=torch.ones(8, device=DEVICE))
     call = Call(running=running, eps=1e-5, activation="relu", output_dtype=torch.float32)
     y = launch(call, x, torch.ones(8, device=DEVICE), torch.zeros(8, device=DEVICE), None)
-    assert isinstance(y, Tensor)
     return layer(y), y.data_ptr()
 
 

@@ -29,14 +29,9 @@ def layerwise(model: nn.Module, kind: str) -> LayerwiseOptimizer:
 
 
 def step(
-    optimizer: LayerwiseOptimizer,
-    model: nn.Module,
-    lr: float = 1.0,
-    scales: Any = None,
-    found: Any = FINE,
-    by: Any = None,
+    optimizer: Any, model: nn.Module, lr: float = 1.0, scales: Any = (), found: Any = FINE, by: Any = None
 ) -> None:
-    optimizer.set_rates(lr, scales or {}, {})
+    optimizer.set_rates(lr, dict(scales), {})
     optimizer.update(collected(model), divisor=by, found_nonfinite=found)
 
 
@@ -47,15 +42,10 @@ def backward(model: nn.Module, seed: int, factor: float = 1.0) -> None:
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The optimizer's state in parameter order, without the buffers that are there ahead of time and still zero."""
+    """Copies of the state in parameter order, without the buffers that are there ahead of time and still zero."""
     states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
-    return [{name: value for name, value in state.items() if torch.as_tensor(value).any()} for state in states]
-
-
-def kept_of(model: nn.Module, optimizer: LayerwiseOptimizer) -> Any:
-    """Copies of weights and moments."""
-    moments = moments_of(optimizer.optimizer)
-    return values(model), [{name: torch.as_tensor(value).clone() for name, value in each.items()} for each in moments]
+    tensors = [{name: torch.as_tensor(value) for name, value in state.items()} for state in states]
+    return [{name: tensor.clone() for name, tensor in each.items() if tensor.any()} for each in tensors]
 
 
 @EVERY
@@ -127,11 +117,11 @@ def test_an_overflow_changes_neither_weights_nor_moments_not_even_at_the_first_s
         for net, each in ((model, optimizer), (fresh, other)):
             backward(net, seed)
             step(each, net, 1.0, SCALES, FINE, ONE)
-    kept = kept_of(model, optimizer)
-    assert same(kept, kept_of(fresh, other))
+    kept = values(model), moments_of(optimizer.optimizer)
+    assert same(kept, (values(fresh), moments_of(other.optimizer)))
     backward(model, 3, factor=float("inf"))
     step(optimizer, model, found=OVERFLOW, by=ONE)
-    assert same(kept_of(model, optimizer), kept)
+    assert same((values(model), moments_of(optimizer.optimizer)), kept)
 
 
 class Wrapping(torch.optim.Optimizer):

@@ -1,12 +1,13 @@
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.build import BF16, FP16, FP32, ConvNet, controlled, gradients, images
+from tests.build import BF16, FP16, FP32, ConvNet, Wired, controlled, gradients, images
 from triaccel_ray.apply.precision import DTYPES, precisions_without_benefit, supported_precisions
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import Precision
@@ -39,19 +40,10 @@ def test_a_layer_computes_as_one_that_is_cast_and_gets_fp32_gradients(kind: str,
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
-class Age(nn.Module):
-    """A layer that takes seconds since 1970, in FP64: FP32 resolves 128 s of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, 1))
-
-    def forward(self, seconds: Tensor) -> Tensor:
-        return (seconds - 1.7e9).float() @ self.weight
-
-
 def test_a_layer_in_fp32_widens_16_bits_and_leaves_fp64() -> None:
-    model = nn.Sequential(Age())
+    # Takes seconds since 1970, of which FP32 resolves 128.
+    age = Wired(lambda self, seconds: (seconds - 1.7e9).float() @ self.weight, weight=nn.Parameter(torch.ones(1, 1)))
+    model = nn.Sequential(age)
     precision = controlled(model, FP32)
     with precision.in_force():
         assert model(torch.tensor([[1.7e9 + 3.0]], dtype=torch.float64)).item() == 3.0
@@ -157,28 +149,25 @@ def test_parametrized_layers_train_as_under_autocast(kind: str, level: Precision
         assert (hidden.dtype, model[2](hidden).dtype) == (torch.float32, torch.bfloat16)
 
 
-def test_a_pytorch_without_onednn_has_no_low_precision_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert precisions_without_benefit("cpu", is_compiled=False).keys() == {FP16, BF16}
+ON_A_CPU = {FP16: "PyTorch has no fast FP16 on a CPU"}
+WITHOUT_BF16 = {**ON_A_CPU, BF16: "this CPU has no BF16 instructions"}
 
 
-@pytest.mark.parametrize("has_bf16", [False, True])
-def test_a_precision_that_gains_nothing_has_its_reason(monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
-    refused = {FP16: "PyTorch has no fast FP16 on a CPU"}
-    if not has_bf16:
-        refused[BF16] = "this CPU has no BF16 instructions"
-    for is_compiled in (False, True):
-        assert precisions_without_benefit("cpu", is_compiled=is_compiled) == refused
-
-
-@pytest.mark.parametrize(("has_bf16", "refused"), [(False, {BF16: "this GPU has no BF16"}), (True, {})])
-def test_a_gpu_without_bf16_keeps_fp16_in_compiled_code(
-    monkeypatch: pytest.MonkeyPatch, has_bf16: bool, refused: dict[Precision, str]
+@pytest.mark.parametrize(
+    ("device", "has_onednn", "has_bf16", "refused", "compiled"),
+    [
+        ("cpu", True, True, ON_A_CPU, ON_A_CPU),
+        ("cpu", True, False, WITHOUT_BF16, WITHOUT_BF16),
+        ("cpu", False, True, WITHOUT_BF16, WITHOUT_BF16),
+        ("cuda", True, False, *[{BF16: "this GPU has no BF16 instructions"}] * 2),  # FP16 stays in compiled code
+        ("cuda", True, True, {}, {FP16: "compiled code is no faster in fp16 than in bf16"}),
+    ],
+)
+def test_a_precision_that_gains_nothing_has_its_reason(
+    monkeypatch: pytest.MonkeyPatch, device: str, has_onednn: bool, has_bf16: bool, refused: Any, compiled: Any
 ) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_onednn)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
-    compiled = refused or {FP16: "compiled code is no faster in fp16"}
-    for is_compiled, expected in ((False, refused), (True, compiled)):
-        found = precisions_without_benefit("cuda", is_compiled=is_compiled)
-        assert found.keys() == expected.keys()
-        assert all(found[level].startswith(reason) for level, reason in expected.items())
+    assert precisions_without_benefit(device, is_compiled=False) == refused
+    assert precisions_without_benefit(device, is_compiled=True) == compiled

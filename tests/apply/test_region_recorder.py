@@ -37,10 +37,6 @@ def signals(step: Step) -> tuple[RegionSignal, ...]:
     return step.region_costs(16)[1]
 
 
-def sizes(step: Step) -> list[tuple[str, int, int, int]]:
-    return [(each.name, each.saved_bytes, each.input_bytes, each.offloadable_bytes) for each in signals(step)]
-
-
 @pytest.mark.parametrize("storage", Storage)
 def test_sizes_are_exact_in_any_storage(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "MIN_BYTES", 1024)
@@ -53,7 +49,8 @@ def test_sizes_are_exact_in_any_storage(storage: Storage, monkeypatch: pytest.Mo
         assert same(gradients(step.model), gradients(kept.model))
     one = 16 * 24 * 4
     # A block's output is the input of the next one, and counts there; the last block's is its own.
-    assert sizes(step) == [("1", one, one, one), ("2", one, one, one), ("3", 2 * one, one, 2 * one)]
+    sizes = [(each.name, each.saved_bytes, each.input_bytes, each.offloadable_bytes) for each in signals(step)]
+    assert sizes == [("1", one, one, one), ("2", one, one, one), ("3", 2 * one, one, 2 * one)]
 
 
 @pytest.mark.parametrize("storage", Storage)

@@ -55,13 +55,6 @@ def weights_of(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.dim() >= 2]
 
 
-def put(loop: ControlLoop, *levels: Precision) -> None:
-    """Puts these precisions into force, in the order of the layers, the last repeated."""
-    names = list(loop.plan.precision)
-    wanted = dict(zip(names, [*levels, *[levels[-1]] * len(names)], strict=False))
-    loop._actuators.apply(replace(loop.plan, precision=wanted), step=0)
-
-
 @EVERY
 def test_it_trains_bit_for_bit_as_fp32_weights_do_and_layers_in_bf16_hold_two_bytes_that_compute(kind: str) -> None:
     model, twin = network(), network()
@@ -114,13 +107,17 @@ def test_an_optimizer_that_is_loaded_by_hand_keeps_its_state_in_fp32() -> None:
 def test_a_layer_that_leaves_bf16_is_joined_exactly_and_split_again_when_it_returns() -> None:
     model = mlp()
     loop = loop_of(model, data=blobs(40))
+
+    def put(*levels: Precision) -> None:
+        loop._actuators.apply(replace(loop.plan, precision=dict(zip("024", levels, strict=True))), step=0)
+
     loop.step()
     before = values(model)
     addresses = [p.data_ptr() for p in weights_of(model)]
-    put(loop, FP32, FP16, BF16)
+    put(FP32, FP16, BF16)
     assert [p.dtype for p in weights_of(model)] == [torch.float32, torch.float32, torch.bfloat16]
     assert same(values(model), before)
-    put(loop, BF16)
+    put(BF16, BF16, BF16)
     weights = loop._training.precision.weights
     weights.refresh()
     held = weights.in_force

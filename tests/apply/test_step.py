@@ -134,22 +134,17 @@ def test_a_single_sample_that_does_not_fit_ends_the_run_where_the_device_refuses
     assert model[1].sizes == [16, 16]  # waived at once: no smaller batch would help
 
 
-class Broken(nn.Module):
-    def __init__(self, error: BaseException) -> None:
-        super().__init__()
-        self.error, self.num_calls = error, 0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.num_calls += 1
-        raise self.error
-
-
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("wrong")])
 def test_other_errors_propagate_at_once(error: BaseException) -> None:
-    model = nn.Sequential(nn.Linear(8, 4), Broken(error))
+    calls: list[Tensor] = []
+
+    def broken(outputs: Tensor, targets: Tensor) -> Tensor:
+        calls.append(outputs)
+        raise error
+
     with pytest.raises(type(error)):
-        step_of(model, blobs(16)).run(ALL, ONE, step=0)
-    assert model[1].num_calls == 1
+        step_of(mlp(), blobs(16), loss=broken).run(ALL, ONE, step=0)
+    assert len(calls) == 1
 
 
 def test_outputs_reach_the_loss_in_fp32_and_outside_of_autocast() -> None:

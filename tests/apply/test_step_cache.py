@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.apply.fusible import Block, fused
-from tests.build import ONE, NoUpdate, RerunPool, blobs, cache_of, cross_entropy, mlp, step_of
+from tests.build import ONE, NoUpdate, RerunPool, Wired, blobs, cache_of, cross_entropy, mlp, step_of
 from triaccel_ray.apply.capture import MAX_GRAPHS, StepCache
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.records.plan import Fault, FaultKind
@@ -121,14 +121,10 @@ def test_a_capture_that_fails_otherwise_is_the_last() -> None:
     assert all(parameter.grad is not None for parameter in cache.step.model.parameters())  # an eager step's
 
 
-def moved(weight: nn.Parameter) -> None:
-    weight.data = weight.data.clone()
-
-
 CHANGES: dict[str, Any] = {
     "hook": lambda model: model[0].weight.register_post_accumulate_grad_hook(lambda _: None),
     "frozen": lambda model: model[0].weight.requires_grad_(False),
-    "moved": lambda model: moved(model[0].weight),
+    "moved": lambda model: setattr(model[0].weight, "data", model[0].weight.data.clone()),
     "mode": lambda model: model[1].eval(),
 }
 
@@ -158,14 +154,8 @@ def test_an_update_that_cannot_be_captured_follows_each_replay() -> None:
 
 
 def test_what_a_watched_step_found_does_not_reach_the_next() -> None:
-    class Drawing(nn.Module):
-        draws = True
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return inputs * (float(torch.rand(()) >= 0.0) if self.draws else 1.0)
-
-    model = nn.Sequential(mlp(), Drawing())
-    cache, pool, _ = cache_with(model=model)
+    drawing = Wired(lambda self, inputs: inputs * float(torch.rand(()) >= 0.0))
+    cache, pool, _ = cache_with(model=nn.Sequential(mlp(), drawing))
     (fault,) = cache.run(ALL, ONE, step=0)
     assert "draws random numbers on the host" in fault.detail
     assert not cache.enabled

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.apply import test_split_weights
-from tests.apply.test_split_weights import EVERY, FIXED, IN_BF16, network, run, step_by_kernels
-from tests.build import FP16, LimitedGradients, RerunPool, blobs, cross_entropy, images, mlp, same, values
+from tests.apply.test_split_weights import EVERY, FIXED, IN_BF16, OPTIMIZERS, network, run, step_by_kernels
+from tests.build import FP16, LimitedGradients, RerunPool, Wired, blobs, cross_entropy, images, mlp, same, values
 from triaccel_ray.apply import step_in_backward
 from triaccel_ray.apply.step_in_backward import buckets_of
 from triaccel_ray.config import ControlConfig, LossScaleConfig
@@ -67,16 +67,9 @@ def assert_same_trajectory(
     return models[0]
 
 
-class Unused(nn.Module):
+def unused() -> nn.Module:
     """Leaves one layer out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = mlp(), nn.Linear(8, 8)  # after a seed
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.used(inputs)
-        return outputs
+    return Wired(lambda self, x: self.used(x), used=mlp(), unused=nn.Linear(8, 8))  # after a seed
 
 
 class Tied(nn.Module):
@@ -90,8 +83,7 @@ class Tied(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.tied(self.frozen(self.entry(inputs)).tanh())
-        outputs: Tensor = self.head(F.linear(self.tied(hidden.tanh()), self.tied.weight.t()))
-        return outputs
+        return self.head(F.linear(self.tied(hidden.tanh()), self.tied.weight.t()))
 
 
 def compiled() -> nn.Module:
@@ -102,7 +94,7 @@ def compiled() -> nn.Module:
 
 @EVERY
 @EACH_KIND_OF_WEIGHTS
-@pytest.mark.parametrize(("make", "num_parts"), [(network, 1), (mlp, 4), (Unused, 1), (Tied, 1), (compiled, 1)])
+@pytest.mark.parametrize(("make", "num_parts"), [(network, 1), (mlp, 4), (unused, 1), (Tied, 1), (compiled, 1)])
 def test_it_is_the_trajectory_of_steps_after_the_backward_pass(
     make: Any, num_parts: int, kind: str, config: ControlConfig
 ) -> None:
@@ -135,7 +127,6 @@ def test_gradients_never_exist_all_at_once(config: ControlConfig) -> None:
     seen: list[weakref.ref[Tensor]] = []
     loop = loop_of(model, config, data=blobs(40))
     stepper = loop._training.steps.step.stepper
-    assert stepper is not None
     take = stepper._take
 
     def watching(index: int, gradients: Any, steps: bool) -> None:
@@ -213,9 +204,15 @@ class Poisoned(nn.Module):
         return inputs
 
 
-def assert_a_nan_stops_its_bucket_and_all_after_it(
-    config: ControlConfig, device: str, num_steps: int, execution: Any
-) -> ControlLoop:
+ON_A_GPU = [pytest.param("cuda", capture, 12, marks=pytest.mark.gpu) for capture in (True, False)]
+
+
+@EACH_KIND_OF_WEIGHTS
+@pytest.mark.parametrize(("device", "capture", "num_steps"), [("cpu", False, 1), *ON_A_GPU])
+def test_a_nan_stops_its_bucket_and_all_after_it_and_the_step_counts_as_skipped(
+    config: ControlConfig, device: str, capture: bool, num_steps: int
+) -> None:
+    execution = replace(config.execution, capture=capture, compile="off")
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), Poisoned(), nn.ReLU(), nn.Linear(16, 4))
     data = tuple(tensor.to(device) for tensor in blobs(64))
     loop = loop_of(model.to(device), replace(config, every_steps=100, execution=execution), data=data)
@@ -239,12 +236,7 @@ def assert_a_nan_stops_its_bucket_and_all_after_it(
     after_it = values(model)
     assert all(not torch.equal(after_it[name], now[name]) for name in now)
     assert loop.num_skipped == 1
-    return loop
-
-
-@EACH_KIND_OF_WEIGHTS
-def test_a_nan_stops_its_bucket_and_all_after_it_and_the_step_counts_as_skipped(config: ControlConfig) -> None:
-    assert_a_nan_stops_its_bucket_and_all_after_it(config, "cpu", 1, config.execution)
+    assert (loop._training.steps.num_captured > 0) == capture
 
 
 def test_an_overflow_halves_the_loss_scale_and_a_later_step_is_made() -> None:
@@ -283,8 +275,7 @@ class Reentrant(nn.Module):
         hidden = self.entry(inputs)
         for _ in range(2):
             hidden = checkpoint(self.shared, hidden, use_reentrant=self.use_reentrant)
-        outputs: Tensor = self.head(hidden)
-        return outputs
+        return self.head(hidden)
 
 
 def test_a_gradient_that_arrives_in_pieces_is_refused_with_the_way_out() -> None:
@@ -317,10 +308,58 @@ def test_an_optimizer_that_the_kernels_cannot_step_is_refused() -> None:
         loop.step()
 
 
-@pytest.mark.gpu
+# Weights that are read or written beside their layers: an error, never a wrong gradient.
+
+
+class Detached(nn.Module):
+    """Reads a trained weight a second time, as a constant whose gradient is needed after the weight's step."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.entry, self.trained, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.read = read
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = F.linear(self.entry(inputs), self.read(self.trained.weight))
+        return self.head(self.trained(hidden.tanh()))
+
+
 @EACH_KIND_OF_WEIGHTS
-@pytest.mark.parametrize("capture", [True, False])
-def test_a_nan_stops_its_bucket_and_all_after_it(config: ControlConfig, capture: bool) -> None:
-    execution = replace(config.execution, capture=capture, compile="off")
-    loop = assert_a_nan_stops_its_bucket_and_all_after_it(config, "cuda", 12, execution)
-    assert (loop._training.steps.num_captured > 0) == capture
+def test_a_weight_that_is_read_after_its_step_is_refused_with_the_way_out(config: ControlConfig) -> None:
+    message = r"\[8, 8\]\] is at version .* read `.detach\(\).clone\(\)`, or give step_in_backward=False"
+    with pytest.raises(RuntimeError, match=message) as raised:
+        loop_of(Detached(Tensor.detach), config, data=blobs(40)).step()
+    assert "Hint" not in str(raised.value)
+    assert_same_trajectory(lambda: Detached(lambda weight: weight.detach().clone()), config, 3, data=blobs(40))
+
+
+def test_a_weight_that_the_optimizer_does_not_update_may_be_read_at_any_time() -> None:
+    models = Detached(Tensor.detach), Detached(Tensor.detach)
+    for model, config in zip(models, (IN_FP32, after(IN_FP32)), strict=True):
+        optimizer = OPTIMIZERS["momentum"]([*model.entry.parameters(), *model.head.parameters()])
+        run(ControlLoop(model, optimizer, cross_entropy, blobs(40), config=config), 3)
+    torch.testing.assert_close(values(models[0]), values(models[1]))
+
+
+def test_an_error_of_the_models_own_is_passed_on_as_it_is() -> None:
+    class Overwriting(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            outputs = super().forward(inputs).exp()
+            outputs.detach().zero_()
+            return outputs
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+        loop_of(Overwriting(8, 4), IN_FP32, data=blobs(40)).step()
+    assert "step_in_backward" not in str(raised.value)
+
+
+def test_a_write_between_steps_is_still_told_from_a_step() -> None:
+    model = mlp()
+    loop = loop_of(model, IN_WORDS, data=blobs(40))
+    run(loop, 2)
+    before = values(model)["2.weight"]
+    with torch.no_grad():
+        model[2].weight.mul_(2.0)
+    assert not torch.equal(before, before.bfloat16().float())  # the low words were in use
+    assert torch.equal(values(model)["2.weight"], 2.0 * before.bfloat16().float())

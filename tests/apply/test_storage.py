@@ -7,17 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.apply.test_activations import ALL, Network, fused_step, images, recomputing
+from tests.apply.test_activations import ALL, Network, fused_step, images, recomputing, storing
 from tests.apply.test_split_weights import FIXED, run
 from tests.build import BF16, CPU, FP16, FP32, ONE, RerunPool, cache_of, gradients, loop_of, same, step_of, values
 from triaccel_ray.apply import offload
-from triaccel_ray.apply.activations import Activations
 from triaccel_ray.apply.actuators import Actuators
-from triaccel_ray.apply.step import Step
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError
 from triaccel_ray.model.layers import find_layers
-from triaccel_ray.model.regions import find_regions
 from triaccel_ray.records.plan import FaultKind, Plan, Storage
 from triaccel_ray.trainables.models import resnet18
 
@@ -45,12 +42,6 @@ class Transformer(Network):
         return self.head(self.blocks(self.stem(x).flatten(2).mT).mean(1))
 
 
-def elastic(model: nn.Module) -> Step:
-    step = step_of(model, images())
-    step.activations = Activations(find_regions(model), CPU)
-    return step
-
-
 MIXED = {"blocks.0": Storage.OFFLOAD, "blocks.1": Storage.RECOMPUTE, "blocks.2": Storage.KEEP}
 
 
@@ -60,7 +51,7 @@ def test_storage_changes_between_steps_and_gradients_do_not(
     make: Any, levels: Any, num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offload, "MIN_BYTES", 64)
-    kept, changing = step_of(make(), images()), elastic(make())
+    kept, changing = step_of(make(), images()), storing(make())
     plans = [{}, dict.fromkeys(ALL, Storage.OFFLOAD), MIXED, dict.fromkeys(ALL, Storage.RECOMPUTE), MIXED, {}]
     for index, plan in enumerate(plans):
         changing.activations.set(plan)
@@ -82,7 +73,7 @@ def test_a_fused_model_is_divided_once_a_region_is_not_kept(monkeypatch: pytest.
     for changes in (False, True):
         torch.manual_seed(0)
         model = resnet18(10, "cifar")
-        step = fused_step(model, recomputes=changes, fixed=None)
+        step = fused_step(model)
         step.run(torch.arange(8), ONE, step=0)
         assert step.activations.divided is None
         if changes:
@@ -96,7 +87,7 @@ def test_a_fused_model_is_divided_once_a_region_is_not_kept(monkeypatch: pytest.
 
 
 def test_storage_of_unknown_regions_is_refused_and_a_fixed_one_stays() -> None:
-    step = elastic(Network())
+    step = storing(Network())
     with pytest.raises(KeyError, match=r"regions \['blocks.7'\] are not in the model"):
         step.activations.set({"blocks.7": Storage.OFFLOAD})
     fixed = recomputing(Network())
@@ -124,7 +115,7 @@ class Hungry(Network):
 @pytest.mark.parametrize("suffices", [True, False])
 def test_a_step_without_memory_recomputes_all_before_it_is_split(suffices: bool) -> None:
     model = Hungry(6)
-    step = elastic(model)
+    step = storing(model)
     step.activations.set({"blocks.0": Storage.OFFLOAD})
     model.frugal = lambda: suffices and step.activations.stores_least
     (fault,) = step.run(torch.arange(12), ONE, step=3).faults
@@ -139,7 +130,7 @@ def test_a_step_without_memory_recomputes_all_before_it_is_split(suffices: bool)
 
 def test_a_single_sample_that_fits_recomputed_does_not_end_the_run() -> None:
     model = Hungry(0)
-    step = elastic(model)
+    step = storing(model)
     model.frugal = lambda: bool(step.activations.storage)
     (fault,) = step.run(torch.arange(1), ONE, step=0).faults
     assert (fault.micro_batch_size, fault.stores_least) == (1, True)
@@ -152,7 +143,7 @@ def test_a_waived_budget_restores_the_storage() -> None:
     def check() -> None:
         raise BudgetExceededError("the process holds too much")
 
-    step = elastic(Network())
+    step = storing(Network())
     step._memory = replace(step._memory, check=check)
     (fault,) = step.run(torch.arange(2), ONE, step=0).faults
     assert fault.kind is FaultKind.BUDGET_EXCEEDED
@@ -161,7 +152,7 @@ def test_a_waived_budget_restores_the_storage() -> None:
 
 def test_a_captured_step_is_of_one_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "MIN_BYTES", 64)
-    cache = cache_of(elastic(Network(0.0, 0.0, 0.0)), pool=RerunPool())
+    cache = cache_of(storing(Network(0.0, 0.0, 0.0)), pool=RerunPool())
     for index in range(2):
         cache.run(torch.arange(4), ONE, step=index)
     cache.step.activations.set(MIXED)
@@ -171,7 +162,7 @@ def test_a_captured_step_is_of_one_storage(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_plan_carries_the_storage_and_a_resumed_step_the_one_it_fell_back_to() -> None:
-    step = elastic(Network())
+    step = storing(Network())
     cache = cache_of(step)
     plan = Plan(batch_size=4, precision={}, storage=MIXED)
     actuators = Actuators(plan, cache, GraphPool(CPU))
@@ -198,4 +189,3 @@ def test_a_tick_observes_costs_only_if_memory_is_limited(limited: bool) -> None:
         assert [each.name for each in profile.regions] == list(ALL)
         assert profile.micro_batch_size == loop.plan.batch_size
         assert not profile.can_split
-    loop.close()

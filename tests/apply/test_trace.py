@@ -53,8 +53,7 @@ def _autocast(block: Block, x: Tensor) -> Tensor:
 
 
 def _keeping_nothing(block: Block, x: Tensor) -> Tensor:
-    y: Tensor = checkpoint(lambda x: block.norm(block.conv(x)), x, use_reentrant=False)
-    return y
+    return checkpoint(lambda x: block.norm(block.conv(x)), x, use_reentrant=False)
 
 
 def _named(block: Block, x: Tensor) -> Any:

@@ -38,14 +38,8 @@ def observation_of(
     """An observation of `plan`; layers that are not given have no statistic."""
     named = {signal.name: signal for signal in layers}
     others.setdefault("memory", memory_of(share))
-    return Observation(
-        step=50 * (tick + 1),
-        tick=tick,
-        epoch=0.0,
-        plan=plan,
-        layers=tuple(named.get(name, LayerSignal(name=name)) for name in plan.precision),
-        **others,
-    )
+    all_layers = tuple(named.get(name, LayerSignal(name=name)) for name in plan.precision)
+    return Observation(step=50 * (tick + 1), tick=tick, epoch=0.0, plan=plan, layers=all_layers, **others)
 
 
 def out_of_memory(batch_size: int, micro_batch_size: int = 0, phase: str = "forward_backward") -> Fault:
@@ -179,17 +173,10 @@ def eventful_run(
 @st.composite
 def precision_configs(draw: st.DrawFn, **fixed: Any) -> PrecisionConfig:
     low, high = sorted(draw(st.lists(st.floats(1e-8, 1e-1), min_size=2, max_size=2, unique=True)))
-    return PrecisionConfig(
-        **{
-            "initial": draw(st.sampled_from(Precision)),
-            "tau_low": low,
-            "tau_high": high,
-            "dwell_ticks": draw(st.integers(0, 4)),
-            "patience_ticks": draw(st.integers(1, 4)),
-            "overflow_bar_ticks": draw(st.integers(1, 6)),
-            **fixed,
-        }
-    )
+    bounds = {"dwell_ticks": (0, 4), "patience_ticks": (1, 4), "overflow_bar_ticks": (1, 6)}
+    drawn: dict[str, Any] = {name: draw(st.integers(*each)) for name, each in bounds.items()}
+    initial = draw(st.sampled_from(Precision))
+    return PrecisionConfig(**{"initial": initial, "tau_low": low, "tau_high": high, **drawn, **fixed})
 
 
 @st.composite
@@ -221,15 +208,10 @@ def batch_configs(draw: st.DrawFn, **fixed: Any) -> BatchConfig:
 
 @st.composite
 def control_configs(draw: st.DrawFn, **batch: Any) -> ControlConfig:
-    return ControlConfig(
-        precision=draw(precision_configs(enabled=draw(st.sampled_from([True, True, True, False])))),
-        curvature=CurvatureConfig(
-            alpha=draw(st.floats(0.0, 1.0)),
-            tau_curv=draw(st.sampled_from([0.5, 5.0, 50.0, math.inf])),
-            smoothing=draw(st.floats(0.0, 0.9)),
-        ),
-        batch=draw(batch_configs(**batch)),
-    )
+    precision = draw(precision_configs(enabled=draw(st.sampled_from([True, True, True, False]))))
+    alpha, tau_curv = draw(st.floats(0.0, 1.0)), draw(st.sampled_from([0.5, 5.0, 50.0, math.inf]))
+    curvature = CurvatureConfig(alpha=alpha, tau_curv=tau_curv, smoothing=draw(st.floats(0.0, 0.9)))
+    return ControlConfig(precision=precision, curvature=curvature, batch=draw(batch_configs(**batch)))
 
 
 def machines(**fixed: Any) -> st.SearchStrategy[Machine]:

@@ -26,19 +26,16 @@ def profile_of(
     return MemoryProfile(regions=regions, micro_batch_size=micro_batch_size, **{**rates, **others})
 
 
-PROFILE = profile_of(
-    *(
-        RegionSignal(
-            name=name,
-            saved_bytes=(200 + 40 * index) * MIB,
-            input_bytes=30 * MIB,
-            offloadable_bytes=(150 + 40 * index) * MIB,
-            forward_ms=2.0 + index % 3,
-            backward_ms=4.0,
-        )
-        for index, name in enumerate(REGIONS)
-    )
-)
+def region_of(name: str, *, forward_ms: float, backward_ms: float, **mib: float) -> RegionSignal:
+    """A region whose saved, input and offloadable bytes are given in MiB."""
+    sizes = {f"{what}_bytes": int(number * MIB) for what, number in mib.items()}
+    return RegionSignal(name=name, forward_ms=forward_ms, backward_ms=backward_ms, **sizes)
+
+
+PROFILE = profile_of(*(
+    region_of(name, saved=200 + 40 * i, input=30, offloadable=150 + 40 * i, forward_ms=2.0 + i % 3, backward_ms=4.0)
+    for i, name in enumerate(REGIONS)
+))  # fmt: skip
 
 ELASTIC = replace(
     CONFIG, batch=BatchConfig(start=128, minimum=64, granularity=32, step_down=32, maximum=128, oom_cooldown_ticks=5)
@@ -156,17 +153,12 @@ SMALL = Device(total_bytes=1700 * MIB)
 
 def device_of(seed: int) -> Device:
     chance = random.Random(seed)
-    regions = tuple(
-        RegionSignal(
-            name=name,
-            saved_bytes=(saved := chance.randint(50, 500) * MIB),
-            input_bytes=int(saved * chance.uniform(0.05, 0.6)),
-            offloadable_bytes=int(saved * chance.uniform(0.0, 0.95)),
-            forward_ms=chance.uniform(0.5, 5.0),
-            backward_ms=chance.uniform(1.0, 10.0),
-        )
-        for name in REGIONS
-    )
+    regions = []
+    for name in REGIONS:
+        saved = chance.randint(50, 500)
+        passed, moved = saved * chance.uniform(0.05, 0.6), saved * chance.uniform(0.0, 0.95)
+        ms = {"forward_ms": chance.uniform(0.5, 5.0), "backward_ms": chance.uniform(1.0, 10.0)}
+        regions.append(region_of(name, saved=saved, input=passed, offloadable=moved, **ms))
     bandwidth = chance.choice([0.0, 20.0, 55.0, 200.0]) * MIB
     profile = profile_of(*regions, bandwidth=bandwidth, can_split=chance.random() < 0.5)
     kept = modelled_bytes(profile, {}, 64)

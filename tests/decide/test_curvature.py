@@ -25,14 +25,11 @@ def remember(config: CurvatureConfig, state: LayerState, eigenvalues: tuple[floa
 @pytest.mark.parametrize(
     ("past", "measured", "expected"),
     [
-        (None, (1.0, 3.0, 2.0), (3.0, 2.0, 1.0)),
-        ((4.0, 2.0), (8.0, 6.0), (5.0, 3.0)),
-        ((4.0, 2.0), (6.0, 8.0), (5.0, 3.0)),
-        ((4.0,), (8.0, 4.0), (5.0, 1.0)),
-        ((4.0, 2.0), (8.0,), (5.0, 1.5)),
-        ((1.0, 0.0), (-8.0, -9.0), (-1.25, -2.25)),
+        (None, (1.0, 3.0, 2.0), (3.0, 2.0, 1.0)), ((4.0, 2.0), (8.0, 6.0), (5.0, 3.0)),
+        ((4.0, 2.0), (6.0, 8.0), (5.0, 3.0)), ((4.0,), (8.0, 4.0), (5.0, 1.0)),
+        ((4.0, 2.0), (8.0,), (5.0, 1.5)), ((1.0, 0.0), (-8.0, -9.0), (-1.25, -2.25)),
     ],
-)
+)  # fmt: skip
 def test_smoothing_averages_in_descending_order_and_pads_with_zeros(past, measured, expected):
     assert smooth_eigenvalues(0.75, past, measured) == expected
 
@@ -72,26 +69,18 @@ def test_noise_is_averaged_in_units_of_its_own_variance():
 @pytest.mark.parametrize(
     ("alpha", "eigenvalues", "expected"),
     [
-        (0.02, (50.0, 1.0), 0.5),
-        (0.5, (2.0,), 0.5),
-        (0.0, (1e9,), 1.0),
-        (0.02, (0.0,), 1.0),
-        (0.02, (-50.0,), 1.0),
-        (0.02, None, 1.0),
-        (0.02, (), 1.0),
+        (0.02, (50.0, 1.0), 0.5), (0.5, (2.0,), 0.5), (0.0, (1e9,), 1.0), (0.02, (0.0,), 1.0), (0.02, (-50.0,), 1.0),
+        (0.02, None, 1.0), (0.02, (), 1.0),
     ],
-)
+)  # fmt: skip
 def test_lr_scale_follows_the_largest_eigenvalue(alpha, eigenvalues, expected):
     assert lr_scale(CurvatureConfig(alpha=alpha), LayerState(by_variance=BF16, eigenvalues=eigenvalues)) == expected
 
 
 @pytest.mark.parametrize(("smoothing", "scales"), [(0.5, [1.0, 1 / 1.75, 1 / 1.625]), (0.0, [1 / 2, 1 / 1.5, 1 / 1.5])])
 def test_a_single_measurement_acts_only_where_none_are_averaged(smoothing, scales):
-    config, state, found = (
-        CurvatureConfig(alpha=0.5, tau_curv=0.5, smoothing=smoothing),
-        LayerState(by_variance=BF16),
-        [],
-    )
+    config = CurvatureConfig(alpha=0.5, tau_curv=0.5, smoothing=smoothing)
+    state, found = LayerState(by_variance=BF16), []
     for eigenvalue in (2.0, 1.0, 1.0):
         state, reasons = remember(config, state, (eigenvalue,))
         found.append(lr_scale(config, state))
@@ -122,10 +111,8 @@ def test_a_layer_is_held_above_tau_curv_and_released_at_it(largest, held_before,
 
 
 def test_layers_are_released_when_curvature_is_measured_no_more():
-    config, before = (
-        CurvatureConfig(tau_curv=5.0, alpha=0.1),
-        LayerState(by_variance=BF16, eigenvalues=(9.0,), held=True),
-    )
+    config = CurvatureConfig(tau_curv=5.0, alpha=0.1)
+    before = LayerState(by_variance=BF16, eigenvalues=(9.0,), held=True)
     off = Fault(kind=FaultKind.CURVATURE_OFF, step=9, phase="curvature")
     observation = observation_of(plan_of(), LayerSignal(name="conv"), faults=(off,))
     layers, (reason,) = remember_curvature(config, observation, {"conv": before})

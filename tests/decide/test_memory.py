@@ -4,15 +4,12 @@ from itertools import product
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.decide.build import plan_of
 from tests.decide.memory_device import profile_of
 from triaccel_ray.decide.memory import (
-    KEEP,
-    OFFLOAD,
-    RECOMPUTE,
     UNDIVIDED_SHARE,
     Measured,
     added_ms,
@@ -21,8 +18,10 @@ from triaccel_ray.decide.memory import (
     modelled_bytes,
     predict,
 )
+from triaccel_ray.records.plan import Storage
 from triaccel_ray.records.signals import MemoryProfile, RegionSignal
 
+KEEP, RECOMPUTE, OFFLOAD = Storage
 SAVED, INPUT, MOVED = 100, 20, 90
 GRADIENTS = 2 * INPUT
 """Of a region's output and input, while its backward pass runs."""
@@ -114,16 +113,9 @@ def profiles(draw: st.DrawFn) -> MemoryProfile:
     regions = []
     for index in range(draw(st.integers(1, 5))):
         saved = draw(st.integers(1, 1000))
-        regions.append(
-            RegionSignal(
-                name=f"r{index}",
-                saved_bytes=saved,
-                input_bytes=draw(st.integers(0, saved)),
-                offloadable_bytes=draw(st.integers(0, saved)),
-                forward_ms=draw(st.integers(0, 50)) / 10,
-                backward_ms=draw(st.integers(0, 100)) / 10,
-            )
-        )
+        smaller = {name: draw(st.integers(0, saved)) for name in ("input_bytes", "offloadable_bytes")}
+        ms = {name: draw(st.integers(0, most)) / 10 for name, most in (("forward_ms", 50), ("backward_ms", 100))}
+        regions.append(region(f"r{index}", saved_bytes=saved, **smaller, **ms))
     rates = ("to_host_bytes_per_ms", "to_device_bytes_per_ms")
     bandwidth = {name: draw(st.sampled_from([0.0, 50.0, 500.0])) for name in rates}
     return profile_of(*regions, micro_batch_size=draw(st.integers(1, 16)), can_split=draw(st.booleans()), **bandwidth)
@@ -161,7 +153,6 @@ def assignments(profile: MemoryProfile):
             yield storage
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     profiles(),
     st.floats(0.0, 1.2),
@@ -246,7 +237,7 @@ def deep_profile(seed: int, num_regions: int = 60, **others: object) -> MemoryPr
     for index in range(num_regions):
         saved, ms = chance.randint(10**7, 10**9), chance.uniform(0.05, 2.0)
         smaller = {"input_bytes": int(saved * chance.uniform(0.05, 0.5)), "offloadable_bytes": int(saved * 0.9)}
-        regions.append(RegionSignal(name=f"r{index}", saved_bytes=saved, **smaller, forward_ms=ms, backward_ms=2 * ms))
+        regions.append(region(f"r{index}", saved_bytes=saved, **smaller, forward_ms=ms, backward_ms=2 * ms))
     rate = chance.choice([1e7, 5.5e7, 2e8])
     return profile_of(*regions, bandwidth=rate, micro_batch_size=256, **others)
 

@@ -62,14 +62,10 @@ def test_a_threshold_belongs_to_the_precision_above_it(variance, expected):
 @pytest.mark.parametrize(
     ("wanted", "supported", "expected"),
     [
-        (FP16, (FP16, BF16, FP32), FP16),
-        (FP16, (FP32, BF16), BF16),
-        (BF16, (FP16, FP32), FP32),
-        (FP16, (FP32,), FP32),
-        (FP32, (FP16, BF16), FP32),
-        (BF16, (), FP32),
+        (FP16, (FP16, BF16, FP32), FP16), (FP16, (FP32, BF16), BF16), (BF16, (FP16, FP32), FP32),
+        (FP16, (FP32,), FP32), (FP32, (FP16, BF16), FP32), (BF16, (), FP32),
     ],
-)
+)  # fmt: skip
 def test_unsupported_precision_gives_way_to_the_next_higher_one(wanted, supported, expected):
     assert nearest_supported(wanted, supported) is expected
     state = LayerState(by_variance=wanted)

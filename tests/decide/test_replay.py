@@ -52,7 +52,6 @@ def test_replay_under_other_thresholds_stops_at_the_first_plan_that_differs(othe
     log = log_of()
     replayed = replay(other, log)
     index = replayed.diverged_at
-    assert index is not None
     assert len(replayed.decisions) == index + 1
     recorded = [decision.plan for _, decision in log]
     assert [decision.plan for decision in replayed.decisions[:index]] == recorded[:index]

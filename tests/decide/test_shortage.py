@@ -6,30 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.decide.build import capture_out_of_memory, codes, memory_signal, observation_of, out_of_memory, plan_of
-from tests.decide.memory_device import MIB, REGIONS, SMALL, Device, Run, device_of, profile_of
+from tests.decide.build import capture_out_of_memory, memory_signal, observation_of, out_of_memory, plan_of
+from tests.decide.memory_device import MIB, REGIONS, SMALL, Device, Run, device_of, profile_of, region_of
 from triaccel_ray.decide.calibration import budget_bytes, compare, forget_shortage, measure, remember_plan
 from triaccel_ray.decide.memory import RECOMPUTE, modelled_bytes
 from triaccel_ray.decide.throughput import Judgement
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.plan import ReasonCode
-from triaccel_ray.records.signals import RegionSignal
 from triaccel_ray.records.state import MemoryState, PassTiming, PeakReading, Stored, ThroughputState
 
-RESNET = profile_of(
-    *(
-        RegionSignal(
-            name=name,
-            saved_bytes=800 * MIB,
-            input_bytes=250 * MIB,
-            offloadable_bytes=760 * MIB,
-            forward_ms=1.0,
-            backward_ms=2.0,
-        )
-        for name in REGIONS
-    ),
-    can_split=False,
-)
+COSTS = {"saved": 800, "input": 250, "offloadable": 760, "forward_ms": 1.0, "backward_ms": 2.0}
+RESNET = profile_of(*(region_of(name, **COSTS) for name in REGIONS), can_split=False)
 """About the costs of ResNet-152 in BF16 on an H200, in six regions."""
 RESNET_DEVICE = Device(
     profile=RESNET, fixed_bytes=1500 * MIB, total_bytes=3233 * MIB, pass_ms=9.0, transient_share=0.05
@@ -118,9 +104,8 @@ def test_after_two_plans_that_ran_short_none_is_tried_during_the_bar(times_short
 def test_wrong_predictions_cost_a_few_failures_and_then_none(seed, share, bytes_factor, transient_share):
     device = device_of(seed)
     total_bytes = 500 * MIB + int((device.total_bytes - 500 * MIB) * share)
-    run = Run(
-        device=replace(device, total_bytes=total_bytes, bytes_factor=bytes_factor, transient_share=transient_share)
-    )
+    wrong = {"bytes_factor": bytes_factor, "transient_share": transient_share}
+    run = Run(device=replace(device, total_bytes=total_bytes, **wrong))
     run.ticks(200)
     assert run.num_failures <= 4  # the first, before anything is planned, and at most three plans
     assert not any(observation.faults for observation, _ in run.log[100:])
@@ -172,13 +157,3 @@ def test_the_cost_of_a_micro_batch_is_remembered_after_a_plan_that_was_not_timed
         after = remember_plan(observation, judged, plan_of(64, 2), state)
         assert (after.pass_ms, after.other_timing.num_micro_batches) == (expected, 4)
         assert remember_plan(observation, judged, plan_of(32, 2), state).pass_ms == 0.0
-
-
-def test_the_cost_of_a_new_plan_is_that_of_the_last_one():
-    run = Run(device=SMALL)
-    run.adapting_ms = 10**6  # the first step's warm-up
-    run.tick()
-    saved_ms = 64 * 100
-    decision = run.tick(samples_left=saved_ms)
-    assert ReasonCode.HELD_COST not in codes(decision, "memory")
-    assert decision.plan.storage != dict.fromkeys(REGIONS, RECOMPUTE)

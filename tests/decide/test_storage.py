@@ -86,12 +86,14 @@ def test_a_plan_that_is_slower_than_predicted_is_undone_and_held():
     assert reasons_of(run, ReasonCode.MEMORY_MISPREDICTED)
 
 
-def test_a_plan_that_saves_less_than_it_costs_waits():
+@pytest.mark.parametrize(("first_ms", "samples_left", "waits"), [(100.0, 64, True), (1e6, 64 * 100, False)])
+def test_a_plan_that_saves_less_than_the_last_one_cost_waits(first_ms, samples_left, waits):
     run = Run(device=SMALL)
+    run.adapting_ms = first_ms  # the first step's warm-up, which does not come again
     run.tick()
-    decision = run.tick(samples_left=64)
-    assert decision.plan.storage == dict.fromkeys(REGIONS, RECOMPUTE)
-    assert ReasonCode.HELD_COST in codes(decision, "memory")
+    decision = run.tick(samples_left=samples_left)
+    assert (decision.plan.storage == dict.fromkeys(REGIONS, RECOMPUTE)) == waits
+    assert (ReasonCode.HELD_COST in codes(decision, "memory")) == waits
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute", "offload"])

@@ -208,8 +208,6 @@ def test_what_a_larger_batch_saves_must_exceed_what_it_costs(left: int, sizes: l
     reason = loop.tick().reasons[0]
     assert reason.code is ReasonCode.HELD_COST
     if left != 10**6:
-        assert reason.value is not None
-        assert reason.threshold is not None
         assert reason.value < reason.threshold
 
 

@@ -42,10 +42,7 @@ GPT = ParameterSignal(
     [
         (PLAIN, False, 2 * 900 + 4 * 1000),  # casts, and gradients in FP32
         (PLAIN, True, 2 * 900 + 2 * 900 + 4 * 100),
-        (SPLIT, False, 2 * 900 + 4 * 100),
-        (SPLIT, True, 2 * 900 + 4 * 100),
-        (IN_BACKWARD, False, 2 * 900 + 4 * 100),
-        (IN_BACKWARD, True, 2 * 900 + 4 * 100),
+        *((form, keeps, 2 * 900 + 4 * 100) for form in (SPLIT, IN_BACKWARD) for keeps in (False, True)),
         (BOTH, False, 4 * 100),
     ],
 )
@@ -76,6 +73,8 @@ IS_SPLIT = "weights are split: a step would need up to 0.00 GiB, and the memory 
 WITHIN = "parameters are updated in the backward pass: a step would need up to"
 STAYS, AFTER = "weights stay FP32: ", "parameters are updated after the backward pass: "
 NO_KERNEL, SUMS = "no kernel steps RMSprop", "sums of the gradients of 4 micro-batches take as much"
+CLIPS = "clip_norm = 1 would use the norm of the step before"
+OVERFLOWS = "layers may compute in FP16, where an overflow would"
 
 
 @pytest.mark.parametrize(
@@ -83,20 +82,10 @@ NO_KERNEL, SUMS = "no kernel steps RMSprop", "sums of the gradients of 4 micro-b
     [
         (OPEN, {"headroom_bytes": None}, PLAIN, []),  # no memory budget
         (OPEN, {"unsupported_because": NO_KERNEL}, PLAIN, [STAYS + NO_KERNEL, AFTER + NO_KERNEL]),
-        (
-            replace(OPEN, clip_norm=1.0),
-            {},
-            SPLIT,
-            [IS_SPLIT, AFTER + "clip_norm = 1 would use the norm of the step before"],
-        ),
+        (replace(OPEN, clip_norm=1.0), {}, SPLIT, [IS_SPLIT, AFTER + CLIPS]),
         (OPEN, {"num_ranks": 2}, SPLIT, [IS_SPLIT, AFTER + "the gradients of 2 ranks are"]),
         (OPEN, {"num_in_bf16": 0}, IN_BACKWARD, [STAYS + "no layer with weights of its own computes in BF16", WITHIN]),
-        (
-            OPEN,
-            {"may_use_fp16": True},
-            SPLIT,
-            [IS_SPLIT, AFTER + "layers may compute in FP16, where an overflow would"],
-        ),
+        (OPEN, {"may_use_fp16": True}, SPLIT, [IS_SPLIT, AFTER + OVERFLOWS]),
         (replace(OPEN, batch=BATCHES), {}, PLAIN, [STAYS + SUMS, AFTER + SUMS]),
         (replace(OPEN, weights="fp32"), {}, IN_BACKWARD, [WITHIN]),
         (replace(OPEN, weights="split"), {}, BOTH, [WITHIN]),
@@ -190,9 +179,7 @@ def test_it_stays_within_the_budget_where_any_form_does_and_a_larger_one_never_b
     reachable = {decide_form(config, replace(signal, **{name: size}))[0] for size in (1, 10**13)}
 
     def is_within(limited: ParameterSignal, form: WeightForm) -> bool:
-        room = room_bytes(limited, form)
-        assert room is not None
-        return needed_bytes(signal, form) <= room
+        return needed_bytes(signal, form) <= room_bytes(limited, form)
 
     for each, form in zip(limited, forms, strict=True):
         assert is_within(each, form) or not any(is_within(each, other) for other in reachable)

@@ -57,9 +57,8 @@ class Model:
             tensor = tensor.contiguous(memory_format=torch.channels_last)
         if aligned:
             return tensor
-        return (
-            torch.empty(tensor.numel() + 1, device=DEVICE)[1:].as_strided(tensor.shape, tensor.stride()).copy_(tensor)
-        )
+        whole = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=DEVICE)[1:]
+        return whole.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
     def set_hyperparameters(self, times: float = 1.0) -> None:
         if self.optimizer == "sgd":

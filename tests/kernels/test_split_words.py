@@ -51,18 +51,10 @@ def into_words(model: Model) -> int:
     for index, (parameter, dtype) in enumerate(zip(model.parameters, COPY_DTYPES, strict=True)):
         if dtype not in (None, torch.bfloat16):
             continue
-        high, low = split(parameter)
-        if parameter.data_ptr() % 16:
-            high, low = shifted(high), shifted(low)
-        model.parameters[index], model.copies[index] = high, low
+        aligned = parameter.data_ptr() % 16 == 0
+        model.parameters[index], model.copies[index] = (Model._place(word, aligned) for word in split(parameter))
         num_words += 1
     return num_words
-
-
-def shifted(tensor: Tensor) -> Tensor:
-    """The same beginning at an odd address."""
-    whole = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:]
-    return whole.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
 @both

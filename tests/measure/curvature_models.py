@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from tests.build import Wired
 from tests.measure import dense_curvature as dense
 from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.measure.budget import Limits
@@ -84,14 +85,9 @@ class AttentionNet(nn.Module):
         return self.head(self.attention(x, x, x, need_weights=False)[0].mean(dim=0))
 
 
-class RecurrentNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrent = nn.LSTM(4, 3, batch_first=True)
-        self.head = nn.Linear(3, NUM_CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.recurrent(x)[0][:, -1])
+def recurrent_net() -> nn.Module:
+    recurrent, head = nn.LSTM(4, 3, batch_first=True), nn.Linear(3, NUM_CLASSES)
+    return Wired(lambda self, x: self.head(self.recurrent(x)[0][:, -1]), recurrent=recurrent, head=head)
 
 
 class Bilinear(nn.Module):
@@ -108,26 +104,19 @@ class Bilinear(nn.Module):
         return (x @ self.left) * (x @ self.right)
 
 
-class FlattenNet(nn.Module):
+def flatten_net() -> nn.Module:
     """The linear layer sees samples and positions in one dimension."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(5, 4), nn.Linear(4, NUM_CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.first(x.reshape(-1, 5))).view(len(x), -1, 4).mean(dim=1))
 
+    return Wired(forward, first=nn.Linear(5, 4), head=nn.Linear(4, NUM_CLASSES))
 
-class LendingNet(nn.Module):
+
+def lending_net() -> nn.Module:
     """The first layer's weight is used once more outside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(5, 5), nn.Linear(5, NUM_CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.first(x)) @ self.first.weight)
+    first, head = nn.Linear(5, 5), nn.Linear(5, NUM_CLASSES)
+    return Wired(lambda self, x: self.head(torch.tanh(self.first(x)) @ self.first.weight), first=first, head=head)
 
 
 class Quadratic(nn.Module):
@@ -183,7 +172,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "tied_tokens": (TokenNet, tokens),
     "positions": (PositionNet, tokens),
     "attention": (AttentionNet, sequences),
-    "recurrent": (RecurrentNet, sequences),
+    "recurrent": (recurrent_net, sequences),
     "foreign": (lambda: nn.Sequential(nn.Linear(5, 5), Bilinear(), nn.Linear(3, 3)), vectors),
     "deciding": (lambda: nn.Sequential(Bilinear(decide=True), nn.Linear(3, 3)), vectors),
     "transposed": (lambda: nn.Sequential(Conv1D(5, 4), nn.Tanh(), nn.Flatten(), nn.Linear(15, 3)), sequences),
@@ -193,8 +182,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         ),
         images,
     ),
-    "flattened": (FlattenNet, lambda: torch.randn(NUM_SAMPLES, 2, 5)),
-    "lent": (LendingNet, vectors),
+    "flattened": (flatten_net, lambda: torch.randn(NUM_SAMPLES, 2, 5)),
+    "lent": (lending_net, vectors),
     "normed": (
         lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 4)), nn.Tanh(), nn.Linear(4, 3)),
         vectors,
@@ -257,11 +246,7 @@ def assert_blocks(
     """Asserts that the estimate's eigenvalues of each layer are the largest of its dense block."""
     block = dense.fisher_block if method == "fisher" else dense.ggn_block
     for layer, found in zip(find_layers(model), estimate.eigenvalues, strict=True):
-        assert_spectrum(found, dense.largest(block(model, loss, inputs, targets, layer), len(found)))
-
-
-def assert_spectrum(found: Tensor, expected: Tensor) -> None:
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(
-        found.double(), expected, rtol=0.0, atol=ROUNDING * expected.abs().max().item(), check_dtype=False
-    )
+        expected = dense.largest(block(model, loss, inputs, targets, layer), len(found))
+        assert found.dtype == torch.float32
+        atol = ROUNDING * expected.abs().max().item()
+        torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=atol, check_dtype=False)

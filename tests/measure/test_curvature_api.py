@@ -1,6 +1,7 @@
 """Models, inputs and outputs as they come, and what can be measured of them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.build import Wired
 from tests.measure.curvature_models import (
     METHODS,
     NUM_CLASSES,
@@ -114,74 +116,50 @@ def test_a_penalty_on_weights_in_the_loss_is_part_of_each_samples_loss() -> None
     assert_fisher(model, inputs, targets, loss=penalised, fallback=("position",))
 
 
-class Stubborn(nn.Module):
-    """Keeps a reference to its weight where nobody who wants to replace it would look."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, NUM_CLASSES))
-        self.references = (self.weight,)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.references[0]
-
-
-class TimeFirst(nn.Module):
-    """Puts out positions along dimension 0, of one layer that is a linear map and one that is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 5), Bilinear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x)).transpose(0, 1)
-
-
 def test_what_torch_func_cannot_replace_is_measured_sample_by_sample() -> None:
-    stubborn = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), Stubborn()).double()
-    assert_fisher(stubborn, vectors().double(), classes(), fallback=("2",))
+    weight = nn.Parameter(torch.randn(5, NUM_CLASSES))
+    # Keeps a reference to its weight where nobody who wants to replace it would look.
+    stubborn = Wired(lambda self, x: x @ self.references[0], weight=weight, references=(weight,))
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), stubborn).double()
+    assert_fisher(model, vectors().double(), classes(), fallback=("2",))
 
     def at_the_end(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs[-1], targets)
 
-    assert_fisher(TimeFirst().double(), sequences().double(), classes(), loss=at_the_end, fallback=("second",))
+    parts = {"first": nn.Linear(4, 5), "second": Bilinear()}  # a linear map and another
+    time_first = Wired(lambda self, x: self.second(self.first(x)).transpose(0, 1), **parts).double()
+    assert_fisher(time_first, sequences().double(), classes(), loss=at_the_end, fallback=("second",))
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, *, use_reentrant: bool) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 5))
-        self.head = nn.Linear(5, NUM_CLASSES)
-        self.use_reentrant = use_reentrant
+def checkpointed(*, use_reentrant: bool = False) -> nn.Module:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, x + self.head.bias.sum(), use_reentrant=use_reentrant))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.body, x + self.head.bias.sum(), use_reentrant=self.use_reentrant))
+    body = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 5))
+    return Wired(forward, body=body, head=nn.Linear(5, NUM_CLASSES))
 
 
-class Attention(nn.Module):
-    """Scaled dot-product attention, for which PyTorch has fused kernels without a second derivative."""
+def checkpointed_attention() -> nn.Module:
+    """Returns a model with attention, for which PyTorch has fused kernels without a second derivative."""
 
-    def __init__(self, *, use_reentrant: bool) -> None:
-        super().__init__()
-        self.query, self.value, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, NUM_CLASSES)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         x = x[:, :4].reshape(-1, 2, 2).repeat(1, 1, 2)
-        return self.head(checkpoint(self._attend, x, use_reentrant=self.use_reentrant).mean(1))
+        return self.head(checkpoint(partial(attend, self), x, use_reentrant=False).mean(1))
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def attend(self: Any, x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(self.query(x), x, self.value(x))
+
+    return Wired(forward, query=nn.Linear(4, 4), value=nn.Linear(4, 4), head=nn.Linear(4, NUM_CLASSES))
 
 
 def test_checkpointed_layers_are_measured() -> None:
-    assert_fisher(Checkpointed(use_reentrant=False).double().eval(), vectors().double(), classes())
+    assert_fisher(checkpointed().double().eval(), vectors().double(), classes())
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", [Checkpointed, Attention])
-def test_a_checkpoint_changes_no_eigenvalue(kind: Any, method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs, targets = kind(use_reentrant=False).double(), vectors().double(), classes()
+@pytest.mark.parametrize("build", [checkpointed, checkpointed_attention])
+def test_a_checkpoint_changes_no_eigenvalue(build: Any, method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, targets = build().double(), vectors().double(), classes()
     found = directly(model, inputs, targets, method).eigenvalues
     monkeypatch.setitem(globals(), "checkpoint", lambda function, x, use_reentrant: function(x))
     assert torch.allclose(found, directly(model, inputs, targets, method).eigenvalues, rtol=1e-6)
@@ -190,7 +168,7 @@ def test_a_checkpoint_changes_no_eigenvalue(kind: Any, method: Any, monkeypatch:
 @pytest.mark.parametrize("method", METHODS)
 def test_checkpoints_that_hide_the_graph_are_refused(method: Any) -> None:
     with pytest.raises(ValueError, match="use_reentrant = True: must be False"):
-        directly(Checkpointed(use_reentrant=True), vectors(), classes(), method)
+        directly(checkpointed(use_reentrant=True), vectors(), classes(), method)
 
 
 class TwoInputs(nn.Module):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.build import Limited
+from tests.build import Limited, Wired
 from tests.measure.curvature_models import (
     CASES,
     FALLBACK,
@@ -255,14 +255,11 @@ def test_the_dry_run_holds_the_graph_of_two_samples_at_most(method: Any) -> None
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_model_that_needs_a_batch_passes_the_dry_run(method: Any) -> None:
-    class Squeeze(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.squeeze()
-
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(outputs, targets.clamp(0, 1))  # refuses other shapes
 
-    meter = meter_of(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1), Squeeze()), method, loss=loss)
+    squeeze = Wired(lambda self, x: x.squeeze())
+    meter = meter_of(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1), squeeze), method, loss=loss)
     meter.dry_run(torch.randn(2, 5), torch.randn(2))
     assert not meter.off_because
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.build import RerunPool
+from tests.build import RerunPool, Wired
 from tests.measure.curvature_models import METHODS, NUM_CLASSES, draws, make, meter_of
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.measure.curvature.meter import CurvatureMeter
@@ -100,17 +100,11 @@ def test_a_released_meter_captures_again() -> None:
     assert course_of(meter, samples, 3) == [False, False, True]
 
 
-class Drawing(nn.Module):
-    """Draws on the host, which no replay would."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (1.0 if random.random() >= 0.0 else 2.0)
-
-
 def test_what_a_replay_would_not_do_again_stays_eager() -> None:
     model, *samples = make("smooth")
     pool = RerunPool()
-    meter = meter_of(nn.Sequential(model, Drawing()), pool=pool)
+    drawing = Wired(lambda self, x: x * (1.0 if random.random() >= 0.0 else 2.0))
+    meter = meter_of(nn.Sequential(model, drawing), pool=pool)
     assert not any(course_of(meter, samples, 4))
     assert (pool.num_tried, meter.stays_eager) == (0, True)
     assert "draws random numbers on the host" in meter.not_captured_because

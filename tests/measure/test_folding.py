@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from triaccel_ray.measure.curvature.objective import FoldedNorms
+from triaccel_ray.measure.saved_bytes import counting_saved_bytes
 
 
 def _norm(make: Callable[..., Any], **options: Any) -> Any:
@@ -53,19 +54,10 @@ def test_a_folded_norm_keeps_nothing_of_its_input() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6)
     ).eval()
-    inputs = torch.randn(2, 3, 24, 24)
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.data_ptr()] = tensor.numel()
-        return tensor
-
-    counts = []
+    inputs, counts = torch.randn(2, 3, 24, 24), []
     for context in (contextlib.nullcontext(), FoldedNorms()):
-        kept.clear()
-        with context, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = model(inputs)
-        counts.append(sum(size for size in kept.values() if size > 1000))
-        del outputs
+        with context, counting_saved_bytes(model) as kept:
+            model(inputs)
+        counts.append(sum(size // 4 for size in kept.values() if size > 4000))
     first, second = 2 * 6 * 22 * 22, 2 * 6 * 20 * 20
     assert counts == [inputs.numel() + 2 * first + second, inputs.numel() + first]
