@@ -1,7 +1,5 @@
 """Event logs as runs write them: real records from the real policy, on a simulated device."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass, field

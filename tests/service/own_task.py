@@ -1,7 +1,5 @@
 """Modules with tasks of the tests' own, as a user would write them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An HTTP proxy in front of a real MLflow server that can answer with errors or drop the server's responses."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import threading

@@ -1,7 +1,5 @@
 """A search's folder as a search leaves it, on a simulated device: baselines, and trials all over the thresholds."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

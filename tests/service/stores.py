@@ -1,7 +1,5 @@
 """A real MLflow server that can be stopped, and functions to read back its runs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

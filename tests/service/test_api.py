@@ -1,7 +1,5 @@
 """Runs, searches and comparisons from Python: the options of the command line, and its results as values."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import shlex

@@ -1,7 +1,5 @@
 """What a user can get wrong before any work begins: one message, exit status 2, and nothing touched."""
 
-from __future__ import annotations
-
 import errno
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The commands as a user types them, on a real Ray cluster and a real MLflow store."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

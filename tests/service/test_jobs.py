@@ -1,7 +1,5 @@
 """Work handed to a cluster: what the words become, and the commands on a real cluster with Ray's own Jobs API."""
 
-from __future__ import annotations
-
 import shlex
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a stranger's files, a user's names and a machine's secrets must not lead to."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

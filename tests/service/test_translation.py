@@ -1,7 +1,5 @@
 """From the words of a command line to what is trained: options, names of what is repeated, files of settings."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

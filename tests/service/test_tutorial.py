@@ -1,7 +1,5 @@
 """docs/tutorial.md is followed as it stands: its programs run, and its commands are carried out on what they leave."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Workers in this process, what becomes of them, and what their logs say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

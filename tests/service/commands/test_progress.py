@@ -1,7 +1,5 @@
 """What is shown while work goes on."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from io import StringIO

@@ -1,7 +1,5 @@
 """What goes on is recorded where it was begun: in the same store, and in the same experiment."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What training costs until a target is reached, and what a run with a target trains on."""
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The report of timed batch sizes: table, notes, curve and command."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pictures of one run and of many: what they show, read from their axes and pixels."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The parts of a page: what is written, where it comes from, and what failed or is missing."""
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What is said of a search: its table, what it recommends, which threshold mattered, and its page."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

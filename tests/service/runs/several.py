@@ -1,7 +1,5 @@
 """A task that several ranks train, and what its samples and its log say of them."""
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from pathlib import Path

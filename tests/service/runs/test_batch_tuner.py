@@ -1,7 +1,5 @@
 """Timing of batch sizes by a worker in this process: what is timed, in what plan, and what does not fit."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import replace

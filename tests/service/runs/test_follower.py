@@ -1,7 +1,5 @@
 """Runs trained by several ranks, here processes that form groups without Ray: results, checkpoints, the log."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace

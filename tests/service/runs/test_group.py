@@ -1,7 +1,5 @@
 """Runs on several GPUs, here gloo processes on CPUs, that Ray Train starts, on a real Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mistakes in a task of a user's own: each is named before anything trains, whatever the method."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from collections.abc import Iterator

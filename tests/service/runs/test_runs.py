@@ -1,7 +1,5 @@
 """What becomes of runs, on a real Ray: those that finish, fail, are refused or are cut off."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A search's samples in the object store of a real Ray."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a run leaves behind: whose weights, under which names, and what becomes of them when it goes on elsewhere."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys

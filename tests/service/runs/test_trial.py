@@ -1,7 +1,5 @@
 """The adapter between Ray Tune and a run, in this process and on logical GPUs."""
 
-from __future__ import annotations
-
 import gc
 import os
 import traceback

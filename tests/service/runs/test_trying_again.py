@@ -1,7 +1,5 @@
 """What `triaccel resume` does with runs that failed by what was tried: never the same again in silence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs that go on after they were lost, and what must not be loaded."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """A search for little of a metric, one trial of which a mistake in the user's task ends, and what `resume` trains."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Working copies of commands, and readers of a store."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """Runs that are trained on one machine and go on on another."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import suppress
 from pathlib import Path

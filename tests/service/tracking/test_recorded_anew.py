@@ -1,7 +1,5 @@
 """Logs that were cut back to a checkpoint, and what MLflow then holds."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
