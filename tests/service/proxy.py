@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from tests.service.stores import DEADLINE_S
+from tests.service.waiting import DEADLINE_S
 
 Answer = Literal["pass", "error", "lose"]
 """pass: forward the server's response. error: answer 500 without asking the server. lose: drop its response."""
