@@ -68,8 +68,8 @@ def test_a_page_runs_no_script(tmp_path: Path) -> None:
 
 
 def test_a_page_of_code_of_ones_own_names_no_recipe(tmp_path: Path) -> None:
-    folder = SimulatedRun(tmp_path, info={}, parameters={}).complete(epochs=1)
-    page = view_at(StoragePath.of(folder)).page.read_text()
+    SimulatedRun(tmp_path, info={}, parameters={}).start()
+    page = view_at(StoragePath.of(tmp_path)).page.read_text()
     assert "t_ctrl = 50" in page
     assert not any(text in page for text in ("momentum", "lr = ", "<td>seed"))
 
