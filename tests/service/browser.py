@@ -1,7 +1,5 @@
 """What a page holds, and through a headless Chromium what it looks like and shows once its scripts have run."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from html.parser import HTMLParser

@@ -1,10 +1,8 @@
 """Event logs as runs write them: real records from the real policy, on a simulated device."""
 
-from __future__ import annotations
-
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
@@ -44,7 +42,6 @@ class SimulatedRun:
     folder: Path
     names: tuple[str, ...] = SMALL
     control: ControlConfig = CONTROL
-    measures_curvature: bool = True
     capacity: int = 416
     """Largest batch that fits."""
     seed: int = 0
@@ -64,7 +61,6 @@ class SimulatedRun:
         self._chance = random.Random(self.seed)
         first = initial_decision(self.control, [(name, tuple(Precision)) for name in self.names])
         self._plan, self._state = first.plan, first.state
-        self._pending: tuple[Fault, ...] = ()
         self._peak = 0
         self.step = self.tick = self.epoch = 0
 
@@ -98,8 +94,10 @@ class SimulatedRun:
         self._plan, self._state = ticks[-1].decision.plan, ticks[-1].decision.state
         self.append(Interruption(cause="preempted", message="the process was lost", epoch=epochs))
 
-    def start(self) -> None:
+    def start(self, *, epochs: int = 0) -> None:
+        """The beginning of the log, and that many epochs."""
         self.append(Start(control=self.control, info=self.info, parameters=self.parameters))
+        self.train(epochs)
 
     def train(self, epochs: int) -> None:
         """That many epochs, a tick every `every_steps` steps."""
@@ -117,8 +115,7 @@ class SimulatedRun:
 
     def complete(self, epochs: int = 2) -> Path:
         """A whole finished run; returns its folder."""
-        self.start()
-        self.train(epochs)
+        self.start(epochs=epochs)
         self.end()
         return self.folder
 
@@ -149,18 +146,9 @@ class SimulatedRun:
         )
 
     def _observe(self) -> Observation:
-        faults = [*self._pending]
-        if self._plan.batch_size > self.capacity:
-            faults.append(
-                Fault(
-                    kind=FaultKind.OUT_OF_MEMORY,
-                    step=self.step - 7,
-                    phase="forward_backward",
-                    batch_size=self._plan.batch_size,
-                    micro_batch_size=self._plan.batch_size // 2,
-                )
-            )
-        measured = self.measures_curvature and self.step % self.control.curvature.every_steps == 0
+        size, step = self._plan.batch_size, self.step - 7
+        fault = Fault(kind=FaultKind.OUT_OF_MEMORY, step=step, phase="forward_backward", batch_size=size)
+        measured = self.step % self.control.curvature.every_steps == 0
         return Observation(
             step=self.step,
             tick=self.tick,
@@ -171,7 +159,7 @@ class SimulatedRun:
             loss=self._loss(),
             loss_scale=2.0**16,
             num_skipped=1 if self.tick > 3 else 0,
-            faults=tuple(faults),
+            faults=(replace(fault, micro_batch_size=size // 2),) if size > self.capacity else (),
         )
 
     def _signal(self, row: int, name: str, *, measured: bool) -> LayerSignal:

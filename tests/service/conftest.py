@@ -1,16 +1,17 @@
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.service.own_task import write_module
+from tests.service.desk import Desk
+from tests.service.own_task import own_spec, write_module
 from tests.service.stores import Server
-from tests.service.worker_factory import WorkerFactory
+from tests.service.worker_factory import Begin, WorkerFactory
+from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.tracking.tracking import Tracker
 
 
@@ -20,6 +21,12 @@ def cluster_address() -> Iterator[str]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, "include_dashboard": False})
     yield cluster.address
     cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory, cluster_address: str) -> Desk:
+    """One cluster for the whole file, to which the commands connect as to any other."""
+    return Desk(storage=tmp_path_factory.mktemp("storage"), address=cluster_address)
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +85,19 @@ def worker_factory() -> Iterator[WorkerFactory]:
     made = WorkerFactory()
     yield made
     made.close()
+
+
+@pytest.fixture
+def spec(module: str) -> RunSpec:
+    """A run of the tests' usual task."""
+    return own_spec(f"{module}:Blobs")
+
+
+@pytest.fixture
+def start(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> Begin:
+    """Begins a run of one of the tests' own tasks, in `tmp_path` unless it is to be elsewhere."""
+
+    def begin(task: str = "Blobs", *, folder: Path = tmp_path, **settings: object) -> Any:
+        return worker_factory.start(own_spec(f"{module}:{task}", **settings), folder)
+
+    return begin

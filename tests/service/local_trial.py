@@ -1,7 +1,5 @@
 """Trials in this process, without Ray."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from triaccel_ray.service.runs.shared_data import SharedSplits

@@ -1,7 +1,5 @@
 """Modules with tasks of the tests' own, as a user would write them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -65,8 +63,6 @@ class Turned(TensorSource):
 
 
 class TwoViews(Blobs):
-    name = "two-views"
-
     def data(self, purpose):
         return Splits(train=TensorSource(*blobs(160)), held_out=Turned(*blobs(50, seed=1)))
 
@@ -108,8 +104,6 @@ class Sealed(TensorSource):
 
 
 class Guarded(Blobs):
-    name = "guarded"
-
     def data(self, purpose):
         with DATA.open("a") as file:
             file.write(f"{purpose.value}\\n")
@@ -122,8 +116,6 @@ class Guarded(Blobs):
 
 class Large(Blobs):
     # 100 MiB of samples
-    name = "large"
-
     def data(self, purpose):
         samples, targets = torch.ones(160, 160 * 1024), torch.arange(160) % 4
         source = TensorSource(samples, targets, prepare=lambda inputs: inputs[:, :8])
@@ -135,8 +127,6 @@ AT_ONCE = []  # models of Counted in existence at each making of one, itself inc
 
 
 class Counted(Blobs):
-    name = "counted"
-
     def model(self):
         model = super().model()
         MODELS.add(model)
@@ -145,16 +135,12 @@ class Counted(Blobs):
 
 
 class Diverging(Blobs):
-    name = "diverging"
-
     def loss(self, outputs, targets, recipe):
         return super().loss(outputs, targets, recipe) * float("nan")
 
 
 class Poisoned(Blobs):
     # trains well, and is worth nothing: an overflow has reached the moving averages of its norm
-    name = "poisoned"
-
     def model(self):
         norm = nn.BatchNorm1d(8)
         norm.running_var.fill_(float("inf"))
@@ -164,8 +150,6 @@ class Poisoned(Blobs):
 
 class Unjudged(Blobs):
     # trains well, but what its loss makes of samples to be judged is no number
-    name = "unjudged"
-
     def loss(self, outputs, targets, recipe):
         return super().loss(outputs, targets, recipe) * (1.0 if torch.is_grad_enabled() else float("nan"))
 
@@ -182,8 +166,6 @@ class Failing(nn.Module):
 
 
 class TooLarge(Blobs):
-    name = "too-large"
-
     def model(self):
         return Failing(torch.OutOfMemoryError("not even one sample fits"))
 
@@ -197,45 +179,30 @@ class Narrow(Failing):
 
 class InParts(Blobs):
     # as many samples as FITS says pass at once
-    name = "in-parts"
-
     def model(self):
         return Narrow(torch.OutOfMemoryError("no more samples fit"))
 
 
 class HugeModel(Blobs):
-    name = "huge-model"
-
     def model(self):
         raise torch.OutOfMemoryError("not even the model fits")
 
 
 class Mistaken(Blobs):
-    name = "mistaken"
-
     def model(self):
         return Failing(ValueError("the shapes do not fit"))
 
 
 class Unbuildable(Blobs):
-    name = "unbuildable"
-
     def model(self):
         return nn.Linear("eight", 4)
-
-
-class Broken(Blobs):
-    name = "broken"
-
-    def model(self):
-        return Failing(KeyError("a mistake in the model"))
 """
 
 
-def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Writes the module below `folder`, makes it importable and returns its name, which no other test uses."""
+def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "") -> str:
+    """Writes the module, and `more`, into `folder`, makes it importable and returns its name, unique in all tests."""
     name = f"own_tasks_{abs(hash(folder))}"
-    (folder / f"{name}.py").write_text(MODULE)
+    (folder / f"{name}.py").write_text(MODULE + more)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, name, raising=False)
     return name

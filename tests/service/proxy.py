@@ -1,7 +1,5 @@
 """An HTTP proxy in front of a real MLflow server that can answer with errors or drop the server's responses."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import threading
@@ -11,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from tests.service.stores import DEADLINE_S
+from tests.service.waiting import DEADLINE_S
 
 Answer = Literal["pass", "error", "lose"]
 """pass: forward the server's response. error: answer 500 without asking the server. lose: drop its response."""

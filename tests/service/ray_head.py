@@ -1,7 +1,5 @@
 """A Ray cluster of the tests' own with its dashboard, as `ray start --head` makes one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

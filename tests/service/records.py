@@ -1,7 +1,5 @@
 """Runs and searches as they are read back, of whatever outcome a test needs; none has trained."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

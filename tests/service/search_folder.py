@@ -1,8 +1,5 @@
 """A search's folder as a search leaves it, on a simulated device: baselines, and trials all over the thresholds."""
 
-from __future__ import annotations
-
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +7,10 @@ from pathlib import Path
 from tests.service.build import CONTROL, SimulatedRun
 from tests.service.records import RUN_SPEC
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.records.codec import encode
 from triaccel_ray.service.runs.objective import Objective
-from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.search.search import Prepared
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.storage.layout import BASELINES, PREPARED, SEARCH, SPEC, TRIALS
+from triaccel_ray.service.storage.layout import BASELINES, PREPARED, SEARCH, SPEC, TRIALS, write_value
 
 
 def controls(num_trials: int) -> list[ControlConfig]:
@@ -39,22 +34,14 @@ def simulated_search(
     for index, control in enumerate(controls(num_trials)):
         runs[f"{TRIALS}/trial{index:02}"] = replace(base, method="triaccel", control=control)
     for index, (name, spec) in enumerate(runs.items()):
-        _write_run(folder / name, spec, index, has_pictures=has_pictures)
+        run = SimulatedRun(folder / name, control=spec.control, seed=index, has_pictures=has_pictures)
+        run.info = {**run.info, "task": spec.task, "method": spec.method}
+        stopped = spec.method == "triaccel" and index % 3 == 0
+        run.start(epochs=1 if stopped else num_epochs)
+        run.end("stopped" if stopped else "finished")
+        write_value(run.folder / SPEC, spec)
     reference = tuple(60.0 for _ in range(num_epochs))
     prepared = Prepared(objective=Objective(reference=reference), calibration=None, headroom_bytes=None)
-    (folder / SEARCH).write_text(json.dumps(encode(SearchSpec(base=base, num_trials=num_trials))))
-    (folder / PREPARED).write_text(json.dumps(encode(prepared)))
-    parent = SimulatedRun(folder, has_pictures=has_pictures)
-    parent.start()
-    parent.end()
-    return folder
-
-
-def _write_run(folder: Path, spec: RunSpec, index: int, *, has_pictures: bool) -> None:
-    run = SimulatedRun(folder, control=spec.control, seed=index, has_pictures=has_pictures)
-    run.info = {**run.info, "task": spec.task, "method": spec.method}
-    run.start()
-    stopped = spec.method == "triaccel" and index % 3 == 0
-    run.train(1 if stopped else spec.recipe.epochs)
-    run.end("stopped" if stopped else "finished")
-    (folder / SPEC).write_text(json.dumps(encode(spec)))
+    write_value(folder / SEARCH, SearchSpec(base=base, num_trials=num_trials))
+    write_value(folder / PREPARED, prepared)
+    return SimulatedRun(folder, has_pictures=has_pictures).complete(epochs=0)

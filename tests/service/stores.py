@@ -1,26 +1,21 @@
 """A real MLflow server that can be stopped, and functions to read back its runs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.service.waiting import wait_until
 from triaccel_ray.records.events import Interruption, Start, read_events
 from triaccel_ray.service.tracking.metrics import metrics_of, step_of
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
-
-DEADLINE_S = 250.0
-"""Time limit for a server to start, which takes seven seconds on an idle machine."""
 
 
 @dataclass
@@ -39,31 +34,19 @@ class Server:
     def start(self) -> None:
         """Starts the server process; `wait` returns when it answers."""
         self.port = self.port or free_port()
-        options = {
-            "--host": "127.0.0.1",
-            "--port": str(self.port),
-            "--workers": "1",
-            "--backend-store-uri": f"sqlite:///{self.folder / 'server.db'}",
-            "--artifacts-destination": str(self.folder / "server-artifacts"),
-        }
-        command = [sys.executable, "-m", "mlflow", "server", *(part for option in options.items() for part in option)]
-        environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        words = ["--host=127.0.0.1", f"--port={self.port}", "--workers=1"]
+        words += [f"--backend-store-uri=sqlite:///{self.folder / 'server.db'}"]
+        words += [f"--artifacts-destination={self.folder / 'server-artifacts'}"]
+        command = [sys.executable, "-m", "mlflow", "server", *words]
+        environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
         with (self.folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
-                command,
-                cwd=self.folder,
-                env={**os.environ, **environment},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                command, cwd=self.folder, env=environment, stdout=log, stderr=log, start_new_session=True
             )
 
     def wait(self) -> None:
         """Returns when the server answers, after seven seconds on an idle machine."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not self._answers():
-            assert time.monotonic() < deadline, (self.folder / "server.log").read_text()
-            time.sleep(0.05)
+        wait_until(self._answers, say=(self.folder / "server.log").read_text)
 
     def _answers(self) -> bool:
         assert self._process is not None
@@ -163,11 +146,3 @@ def ship(tracker: Tracker, root: Path, experiment: str, parent: Parent | None = 
     num_events = shipper.ship_once()
     assert shipper.last_error is None
     return num_events
-
-
-def assert_arrived_once(tracker: Tracker, run: Recorded, num_epochs: int) -> None:
-    """Every tick and epoch is on record, with one value."""
-    assert tracker.client.get_run(run.id)
-    for key, distance in (("train/loss", 50), ("memory/used_gb", 50), ("val/accuracy", 200), ("epoch", 200)):
-        steps = [step for step, _, _ in history(tracker, run.id, key)]
-        assert steps == list(range(distance, 200 * num_epochs + 1, distance)), key

@@ -1,12 +1,9 @@
 """Runs, searches and comparisons from Python: the options of the command line, and its results as values."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import shlex
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +14,13 @@ import pytest
 import ray
 
 from tests.service.build import CONTROL, SimulatedRun
-from tests.service.own_task import MODULE
+from tests.service.desk import typed
+from tests.service.own_task import write_module
 from tests.service.search_folder import simulated_search
 from tests.service.stores import runs
 from tests.service.waiting import wait_until
 from triaccel_ray import Report, RunFailedError, compare, run, search, tune_batch
 from triaccel_ray.service.cli.keywords import command_of
-from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.parsing import parse
 from triaccel_ray.service.cli.specs import Run, Search
 from triaccel_ray.service.runs.record import read_run
@@ -33,7 +30,6 @@ from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.registry import name_of
 
-MODULE_NAME = "tasks_of_a_notebook"
 QUICK: dict[str, Any] = {"epochs": 1, "device": "cpu"}
 
 
@@ -65,7 +61,7 @@ class Local(Digits):
         """Of a class."""
 
 
-RETRIED_CAUSES: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
+MISTAKES: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
     (search, "digits", {"trails": 3}, TypeError, r"search\(\) got an unexpected .* 'trails', did you mean trials\?"),
     (run, "digits", {"capture": 3}, ValueError, "capture = 3: must be one of on, off"),
     (run, "digits", {"epochs": "three"}, ValueError, "epochs = 'three': must be an integer"),
@@ -79,7 +75,7 @@ RETRIED_CAUSES: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("function", "task", "options", "kind", "message"), RETRIED_CAUSES)
+@pytest.mark.parametrize(("function", "task", "options", "kind", "message"), MISTAKES)
 def test_a_mistake_is_an_exception_before_anything_is_written(
     function: Any, task: Any, options: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
 ) -> None:
@@ -99,13 +95,11 @@ def test_a_report_holds_the_search_as_values(tmp_path: Path, capsys: pytest.Capt
     record = read_search(simulated_search(tmp_path / "hunt", 6, has_pictures=True))
     report = Report("hunt", storage_path=tmp_path)
     assert capsys.readouterr().out == ""
-    with pytest.raises(SystemExit):
-        main(["report", "hunt", "--storage-path", str(tmp_path)])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    _, said, _ = typed(capsys, "report", "hunt", "--storage-path", str(tmp_path))
+    lines = [line.split() for line in said.splitlines()]
     assert [line.split() for line in str(report).splitlines()] == lines
     assert (report.name, report.folder) == ("hunt", tmp_path / "hunt")
     assert repr(report) == f"Report({str(tmp_path / 'hunt')!r})"
-    assert report.best is not None
     assert report.control == report.best.onto(record.spec.base.control)
     assert shlex.split(report.command)[:3] == ["triaccel", "run", "--from"]
     table = pandas.DataFrame(report.rows).set_index("run")
@@ -139,30 +133,23 @@ def test_a_log_of_code_of_your_own_has_settings_and_no_command(tmp_path: Path) -
 def notebook(tmp_path_factory: pytest.TempPathFactory, cluster_address: str) -> Iterator[Any]:
     """The module of tasks beside a notebook whose process has connected to a Ray by itself."""
     folder = tmp_path_factory.mktemp("notebook")
-    (folder / f"{MODULE_NAME}.py").write_text(MODULE)
     with pytest.MonkeyPatch.context() as patch:
         paths = os.pathsep.join([str(folder), os.getcwd()])  # the tasks use the tests' own modules
         patch.chdir(folder)
-        patch.syspath_prepend(str(folder))
         patch.setenv("TRIACCEL_CPUS_PER_RUN", "1")  # both baselines at once
         ray.init(address=cluster_address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
-        yield importlib.import_module(MODULE_NAME)
+        yield importlib.import_module(write_module(folder, patch))
         ray.shutdown()
-        del sys.modules[MODULE_NAME]
 
 
 def test_a_ray_that_runs_already_is_used_again_and_again(
-    notebook: Any,
-    experiment: str,
-    sqlite_tracker: Tracker,
-    cluster_address: str,
-    capsys: pytest.CaptureFixture[str],
+    notebook: Any, experiment: str, sqlite_tracker: Tracker, cluster_address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where: dict[str, Any] = {"tracking_uri": sqlite_tracker.uri, "experiment": experiment, "storage_path": "hunts"}
     quick = {"trials": 1, "space": "thresholds-absolute", "margin": 100, **QUICK}
     report = search(notebook.Blobs, name="first", **quick, **where)
     assert report.folder == Path.cwd() / "hunts" / "first"
-    assert f"first: {MODULE_NAME}:Blobs, 1 of 1 trials" in str(report)
+    assert f"first: {notebook.__name__}:Blobs, 1 of 1 trials" in str(report)
     names = ["FP32", "AMP", "trial-000"]
     assert [row["run"] for row in report.rows] == [*(f"{name} again" for name in sorted(names)), *names]
     assert report.best is not None
@@ -204,5 +191,5 @@ def test_ctrl_c_says_how_to_go_on(notebook: Any, sqlite_tracker: Tracker, cluste
     assert shlex.split(command) == ["triaccel", "resume", "long", *words]
     assert ray.is_initialized()
     report = Report("long")
-    assert "long: tasks_of_a_notebook:Blobs, the full control loop, stopped" in str(report)
+    assert f"long: {notebook.__name__}:Blobs, the full control loop, stopped" in str(report)
     assert [row["epoch"] for row in report.rows][:1] == [1]

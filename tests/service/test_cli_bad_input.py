@@ -1,7 +1,5 @@
 """What a user can get wrong before any work begins: one message, exit status 2, and nothing touched."""
 
-from __future__ import annotations
-
 import errno
 import json
 from collections.abc import Iterator
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.build import SimulatedRun
+from tests.service.desk import typed
 from tests.service.own_task import write_module
 from tests.service.records import RUN_SPEC
 from triaccel_ray.records.codec import encode
@@ -20,6 +19,13 @@ from triaccel_ray.service.failures import RunFailedError
 from triaccel_ray.service.storage.layout import SPEC
 from triaccel_ray.service.tracking.tracking import Tracker
 
+WITH_SECRETS = (
+    "s3://AKIA4711:s3cr3t@bucket/runs",
+    "abfs://account:s3cr3t@container/runs",
+    "s3://bucket/runs?secret_key=s3cr3t",
+    "abfs://container@account.dfs.core.windows.net/x?sas_token=s3cr3t",
+    "s3://bucket/runs?region=x&Password=s3cr3t",
+)
 MESSAGES: tuple[tuple[str, str], ...] = (
     # tasks
     ("run digit", "did you mean digits"),
@@ -31,7 +37,7 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("run digits --rho-low 0.9 --rho-high 0.8", "--method dynamic-precision"),
     ("run digits --tau-low nan", "tau_low = nan: must be a finite number >= 0"),
     ("compare digits --target 150", "target = 150.0: no value that accuracy can have; give one in [0, 100]"),
-    ("compare digits --target nan", "target = nan: must be a finite number"),
+    *((f"compare digits --target {each}", f"target = {each}: must be a finite number") for each in ("nan", "inf")),
     ("run text-gpt --target -1", "target = -1.0: no value that bits per byte can have; give one in [0, inf)"),
     ("run digits --t-ctrl 0", "every_steps (t_ctrl) = 0: must be"),
     ("search digits --noise-bound on --curvature hessian", "(noise_bound) = ('none', True)"),
@@ -59,19 +65,26 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("run digits --memory-budget 2", "memory_budget = '2': must be a positive number with a unit"),
     ("run digits --batch-min 600", "(batch_min, batch_size, batch_max) = (600, 96, 256): must be in ascending order"),
     ("run digits --memory-budget 9999GiB --device cpu", "at most the"),
-    ("run digits --memory-budget 1GiB --memory-headroom 1GiB", "give a budget or a headroom, not both"),
+    ("run digits --memory-budget 1GiB --memory-headroom 64B", "memory headroom = 64: give a budget or a headroom, not"),
     ("compare digits --memory-budget 64MiB --device cpu", "memory budget = 64 MiB"),
     # settings that a task does not read
     ("search digits --data-dir /files", "--data-dir = '/files': digits does not read it; leave it out"),
     ("run text-gpt --momentum 0.5", "--momentum = 0.5: text-gpt does not read it"),
+    # options of all commands that train
+    ("run digits --loss-scale 0.5", "initial (loss_scale) = 0.5: must lie in [1, 16777216]"),
+    ("run digits --initial-layers conv1=fp8", "initial_layers.conv1 = 'fp8'"),
+    ("run digits --initial-layers conv1", "initial_layers = ('conv1',): must be LAYER=PRECISION, each layer once"),
+    ("run digits --initial-layers conv1=fp32 conv1=bf16", "must be LAYER=PRECISION, each layer once"),
+    ("run digits --data-dir ~nobody-at-all/x", "names a user whom this machine does not know"),
     # searches and comparisons
     ("search digits --trials 100001", "num_trials (trials) = 100001: must be an integer in [1, 100000]"),
     ("search digits --trials-per-gpu 2 --device cpu", "trials-per-gpu = 2: a run on the CPU has no GPU to share"),
     ("search digits --also alpha --alpha 0.1", "--alpha = 0.1: a search finds this one itself"),
     ("compare digits --methods fp32,probe", "method = 'probe': must be one of fp32, amp"),
-    ("compare digits --methods ,", "methods = ''"),
-    ("compare digits --methods amp,amp", "each once"),
+    ("compare digits --methods ,", "methods = '': must be one or more"),
+    ("compare digits --methods amp,amp", "methods = 'amp,amp': must be one or more, each once"),
     ("compare digits --methods amp,fixed", "--fixed N adds the best of N fixed settings"),
+    ("compare digits --seeds 0", "num_seeds (seeds) = 0: must be an integer in [1, 1000]"),
     # batch sizes
     ("tune-batch digit", "did you mean digits"),
     ("tune-batch digits --batch-min 512 --batch-max 256", "(batch_min, batch_size, batch_max) = (512, 96, 256)"),
@@ -87,6 +100,8 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     *((f"{each} --tracking-uri ''", "tracking uri = ''") for each in ("search digits", "resume run1", "ui")),
     *((f"{each} --storage-path ''", "must name a folder") for each in ("run digits", "doctor")),
     ("search digits --storage-path {storage}/notes.txt/runs", "notes.txt is not a folder"),
+    ("run digits --storage-path foo://x", "'foo://x': must be a folder, or a URI that pyarrow's file systems know"),
+    *((f"run digits --storage-path {uri}", "must not hold a key or password") for uri in WITH_SECRETS),
     ("run digits --storage-path s3:/bucket/runs", "a URI such as s3://bucket/runs"),
     ("ui --port 99999", "port = 99999: must lie in 1 to 65535"),
     # names and files
@@ -109,10 +124,7 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("run digits --address 127.0.0.1:port", "address = '127.0.0.1:port': no Ray cluster answers"),
     ("run digits --address 127.0.0.1:99999", "set RAY_AUTH_MODE=token"),
     ("compare digits --tracking-uri http://127.0.0.1:1", "no MLflow server"),
-    (
-        "ui --tracking-uri ftp://host",
-        "tracking uri = 'ftp://host': must be http://HOST:PORT of a server or sqlite:///FILE",
-    ),
+    ("ui --tracking-uri ftp://host", "tracking uri = 'ftp://host': must be http://HOST:PORT of a server or sqlite"),
     ("run digits --tracking-uri sqlite:///{storage}/notes.txt", "is not a SQLite database"),
     # the argument parser's own
     ("search digits --also beta", "tau_curv"),
@@ -175,13 +187,10 @@ def test_bad_input_is_named_and_nothing_is_touched(
     words += [] if "--storage-path" in words else ["--storage-path", str(storage)]
     words += [] if "--tracking-uri" in words else ["--tracking-uri", sqlite_tracker.uri]
     before = snapshot(storage.parent)
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    said = capsys.readouterr()
-    assert ended.value.code == 2
-    assert said.out == ""
-    assert needle.format(**places) in " ".join(said.err.split())
-    assert "Traceback" not in said.err
+    status, out, said = typed(capsys, *words)
+    assert (status, out) == (2, "")
+    assert needle.format(**places) in " ".join(said.split())
+    assert "s3cr3t" not in said
     assert snapshot(storage.parent) == before
 
 
@@ -200,10 +209,8 @@ def test_what_ends_a_command_is_told_by_message_and_status(
         raise raised
 
     monkeypatch.setattr(commands, "execute", end)
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor"])
-    assert ended.value.code == status
-    assert said in capsys.readouterr().err
+    ended, _, shown = typed(capsys, "doctor")
+    assert (ended, said in shown) == (status, True)
 
 
 @pytest.mark.parametrize("bug", [KeyError("a bug"), ConnectionResetError("by the peer"), TimeoutError("timed out")])

@@ -1,8 +1,4 @@
-from __future__ import annotations
-
 from pathlib import Path
-
-import pytest
 
 from triaccel_ray.records.events import End
 from triaccel_ray.service.commands.train import _end_record
@@ -10,22 +6,15 @@ from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, Pre
 from triaccel_ray.service.storage.layout import ERROR
 
 
-@pytest.mark.parametrize(
-    ("error", "cause"),
-    [
-        (MemoryError(), "out_of_memory"),
-        (NonFiniteLossError("nan"), "non_finite"),
-        (PreemptedError("lost"), "preempted"),
-        (DiskFullError("full"), "disk_full"),
-        (ValueError("a mistake"), "bug"),
-    ],
-)
-def test_a_run_that_others_wait_for_fails_with_its_own_cause(tmp_path: Path, error: Exception, cause: str) -> None:
-    failure = RunFailedError(tmp_path / "amp", error)
-    assert cause_of(failure) == cause_of(error) == cause
-    assert str(failure).startswith(f"amp failed ({cause}): ")
-    assert ERROR not in str(failure)
-    assert failure.__cause__ is error
+def test_a_run_that_others_wait_for_fails_with_its_own_cause(tmp_path: Path) -> None:
+    errors = {"out_of_memory": MemoryError(), "non_finite": NonFiniteLossError("nan"), "disk_full": DiskFullError("x")}
+    errors |= {"preempted": PreemptedError("lost"), "bug": ValueError("a mistake")}
+    for cause, error in errors.items():
+        failure = RunFailedError(tmp_path / "amp", error)
+        assert cause_of(failure) == cause_of(error) == cause
+        assert str(failure).startswith(f"amp failed ({cause}): ")
+        assert ERROR not in str(failure)
+        assert failure.__cause__ is error
 
 
 def test_a_search_and_a_comparison_with_failed_runs_have_failed() -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -10,22 +8,29 @@ import pytest
 
 from tests.service.waiting import COMMAND_S
 from triaccel_ray.service.cli.parsing import parse
-from triaccel_ray.service.cli.specs import Submit
 from triaccel_ray.service.runs.methods import METHODS
 
-TRAINING = ("run", "search", "compare", "tune-batch")
-COMMANDS = (*TRAINING, "report", "replay", "resume", "ui", "doctor", "submit", "jobs", "logs", "stop")
-WITH_MANY = (*TRAINING, "replay")
+NAMES = {
+    "run": "run. Default: task, method and time.",
+    "search": "search. Default: task, space and time.",
+    "compare": "comparison. Default: task, comparison and time.",
+    "tune-batch": "result. Default: task, tune-batch and time.",
+}
+COMMANDS = (*NAMES, "report", "replay", "resume", "ui", "doctor", "submit", "jobs", "logs", "stop")
+WITH_MANY = (*NAMES, "replay")
 SEARCHED = {"--tau-low", "--tau-high", "--rho-low", "--rho-high"}
 MEASURED = {"--t-ctrl", "--t-curv", "--b-curv", "--curvature"}
 
 
-def help_of(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *, option: str = "--help-all"
-) -> str:
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
+
+
+def shown(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What is shown in place of carrying out the command."""
     with pytest.raises(SystemExit) as ended:
-        parse([command, option])
+        parse(words.split())
     assert ended.value.code == 0
     return capsys.readouterr().out
 
@@ -35,11 +40,8 @@ def options_in(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_is_short_and_help_all_has_the_rest(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    short = help_of(command, capsys, monkeypatch, option="--help")
-    whole = help_of(command, capsys, monkeypatch)
+def test_help_is_short_and_help_all_has_the_rest(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    short, whole = (shown(f"{command} {option}", capsys) for option in ("--help", "--help-all"))
     brief, every = options_in(short), options_in(whole)
     assert not re.search(r"\{None|None\||,None", whole)  # what need not be given is no value that can be
     assert len(brief) <= 10
@@ -48,40 +50,19 @@ def test_help_is_short_and_help_all_has_the_rest(
     if command in WITH_MANY:
         assert {"--storage-path"} < brief
         assert not {"--tracking-uri", "--noise-bound"} & brief
-
-
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [
-        ("run", "run. Default: task, method and time."),
-        ("search", "search. Default: task, space and time."),
-        ("compare", "comparison. Default: task, comparison and time."),
-        ("tune-batch", "result. Default: task, tune-batch and time."),
-    ],
-)
-def test_help_tells_the_name_that_a_result_gets(
-    command: str, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert f"Name of the {name}" in help_of(command, capsys, monkeypatch, option="--help")
+    if command in NAMES:
+        assert f"Name of the {NAMES[command]}" in short
 
 
 def test_help_and_version_are_shown_beside_other_words(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, needle in (
-        ("run digits --noise-bound on --help", "--memory-budget"),
-        ("--version", f"triaccel {version('triaccel-ray')}\n"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            parse(words.split())
-        assert ended.value.code == 0
-        assert needle in capsys.readouterr().out
-    command = parse(["submit", "--", "run", "digits", "--help"])  # those of a job ask for no help of submit
-    assert isinstance(command, Submit)
-    assert command.words == ("run", "digits", "--help")
+    assert "--memory-budget" in shown("run digits --noise-bound on --help", capsys)
+    assert f"triaccel {version('triaccel-ray')}\n" in shown("--version", capsys)
+    job = ("run", "digits", "--help")  # asks for no help of submit
+    assert parse(["submit", "--", *job]).words == job
 
 
 @pytest.mark.parametrize(
-    ("words", "status"),
-    [("search --help-all", 0), ("run nothing", 2), ("run digits --epochs 0", 2)],
+    ("words", "status"), [("search --help-all", 0), ("run nothing", 2), ("run digits --epochs 0", 2)]
 )
 def test_help_and_mistakes_do_not_wait_for_pytorch(words: str, status: int) -> None:
     heavy = "{'torch', 'numpy', 'ray', 'mlflow', 'rich.live'}"
@@ -102,20 +83,17 @@ except SystemExit as ended:
     ("command", "missing"), [("run", set()), ("search", SEARCHED), ("compare", set()), ("replay", MEASURED)]
 )
 def test_a_command_offers_the_thresholds_that_it_reads(
-    command: str, missing: set[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, missing: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = options_in(help_of(command, capsys, monkeypatch))
+    options = options_in(shown(f"{command} --help-all", capsys))
     assert {"--precision", "--tau-curv", "--alpha", "--step-up", "--noise-bound"} <= options
     assert options & (SEARCHED | MEASURED) == (SEARCHED | MEASURED) - missing
 
 
-def test_every_method_is_explained_where_it_can_be_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = re.sub(r"[\s│]+", " ", help_of("run", capsys, monkeypatch)).replace("- ", "-")  # as it was not wrapped
-    assert all(
-        f"{method}: {words}" in text for method, words in METHODS.items() if method not in ("probe", "tune-batch")
-    )
+def test_every_method_is_explained_where_it_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    text = re.sub(r"[\s│]+", " ", shown("run --help-all", capsys)).replace("- ", "-")  # as it was not wrapped
+    methods = METHODS.keys() - {"probe", "tune-batch"}
+    assert all(f"{method}: {METHODS[method]}" in text for method in methods)
 
 
 def test_help_that_nobody_reads_to_its_end_says_nothing_else() -> None:

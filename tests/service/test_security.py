@@ -1,10 +1,7 @@
 """What a stranger's files, a user's names and a machine's secrets must not lead to."""
 
-from __future__ import annotations
-
-import json
+import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,48 +15,32 @@ import pytest
 
 from tests.service.browser import Tags
 from tests.service.build import SimulatedRun
+from tests.service.desk import typed
 from tests.service.records import RUN_SPEC
 from tests.service.search_folder import simulated_search
 from tests.service.stores import Server
-from triaccel_ray.records.codec import encode
-from triaccel_ray.service.cli.main import main
+from tests.service.test_jobs import SECRETS
 from triaccel_ray.service.cli.options import Where, repeat_command
 from triaccel_ray.service.commands.next_steps import command_to_resume
 from triaccel_ray.service.console import SafeConsole
 from triaccel_ray.service.credentials import display_address
-from triaccel_ray.service.storage.layout import REPORT, SEARCH, SPEC
+from triaccel_ray.service.storage.layout import REPORT, SEARCH, SPEC, write_value
 from triaccel_ray.service.storage.storage_path import StoragePath
-
-SECRETS = {
-    "MLFLOW_TRACKING_PASSWORD": "word-of-the-environment-4711",
-    "RAY_AUTH_TOKEN": "7" * 40 + "c1u573r",
-    "AWS_SECRET_ACCESS_KEY": "key-of-the-store-4713",
-}
-
-
-@pytest.fixture(scope="module")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = SimulatedRun(tmp_path_factory.mktemp("finished") / "run").complete(epochs=1)
-    (folder / SPEC).write_text(json.dumps(encode(RUN_SPEC)))
-    return folder
 
 
 @pytest.fixture
-def storage(finished_run: Path, tmp_path: Path) -> Path:
+def storage(tmp_path: Path) -> Path:
     """A storage folder with one run, and a run outside it."""
     for folder in (tmp_path / "storage" / "run1", tmp_path / "outside"):
-        shutil.copytree(finished_run, folder)
+        write_value(SimulatedRun(folder).complete(epochs=1) / SPEC, RUN_SPEC)
     return tmp_path / "storage"
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """What a command says that ends as bad input."""
-    with pytest.raises(SystemExit) as ended:
-        main([*words])
-    said = capsys.readouterr()
-    assert ended.value.code == 2
-    assert "Traceback" not in said.err
-    return " ".join(said.err.split())
+    status, _, said = typed(capsys, *words)
+    assert status == 2
+    return " ".join(said.split())
 
 
 NAMES = {
@@ -90,10 +71,8 @@ def test_looking_at_a_folder_runs_no_code_that_it_names(
     monkeypatch.chdir(storage)
     (storage / "trap.py").write_text("import pathlib; pathlib.Path('sprung').touch()\n")
     simulated_search(storage / "received", 1, num_epochs=1, task="trap:Mine", has_pictures=True)
-    with pytest.raises(SystemExit) as ended:
-        main(["report", "received", "--storage-path", str(storage)])
-    assert ended.value.code == 0
-    assert "triaccel run --from" in capsys.readouterr().out
+    status, said, _ = typed(capsys, "report", "received", "--storage-path", str(storage))
+    assert (status, "triaccel run --from" in said) == (0, True)
     assert not (storage / "sprung").exists()
 
 
@@ -110,10 +89,8 @@ def test_what_a_folder_says_is_text_on_the_page_and_in_the_terminal(
     evil = "<img src=x onerror=alert(1)>'\"[/red][link=x]\x1b]0;owned\x07\x1b[2J:bomb:"
     folder = simulated_search(storage / "received", 1, num_epochs=1, task=evil, has_pictures=True)
     moved = folder.rename(storage / "<b>[bold]")
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(moved), "--storage-path", str(storage)])
-    assert ended.value.code == 0
-    said = capsys.readouterr().out
+    status, said, _ = typed(capsys, "report", str(moved), "--storage-path", str(storage))
+    assert status == 0
     assert "\x1b" not in said
     assert "\x07" not in said
     assert "<img src=x onerror=alert(1)>'\"[/red][link=x]\ufffd]0;owned" in said
@@ -171,13 +148,11 @@ def test_nesting_without_end_is_damage(storage: Path, capsys: pytest.CaptureFixt
 
 def _listening(pid: int) -> set[str]:
     found: set[str] = set()
-    try:
+    with contextlib.suppress(psutil.Error):  # ended between two looks
         own = psutil.Process(pid)
         for process in (own, *own.children(recursive=True)):
             connections = process.net_connections("inet")
             found |= {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
-    except psutil.Error:  # ended between two looks
-        pass
     return found
 
 
@@ -188,20 +163,11 @@ def test_a_run_keeps_secrets_and_listens_on_this_machine_alone(starting_server: 
     with tempfile.TemporaryDirectory(prefix="tr-", dir="/tmp", ignore_cleanup_errors=True) as short:
         place = Path(short)
         (place / "ray").mkdir()
-        words = (
-            "--epochs",
-            "1",
-            "--device",
-            "cpu",
-            "--storage-path",
-            str(place / "storage"),
-            "--tracking-uri",
-            starting_server.uri,
-        )
+        words = ["run", "digits", "--epochs", "1", "--device", "cpu", "--storage-path", str(place / "storage")]
         user = {"MLFLOW_TRACKING_USERNAME": "somebody", "RAY_TMPDIR": str(place / "ray"), "RAY_AUTH_MODE": "token"}
         with (place / "said.txt").open("wb") as said:
             run = subprocess.Popen(
-                [sys.executable, "-m", "triaccel_ray.service", "run", "digits", *words],
+                [sys.executable, "-m", "triaccel_ray.service", *words, "--tracking-uri", starting_server.uri],
                 env={**os.environ, **SECRETS, **user},
                 stdout=said,
                 stderr=said,

@@ -1,7 +1,5 @@
 """docs/tutorial.md is followed as it stands: its programs run, and its commands are carried out on what they leave."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import runpy
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from triaccel_ray.service.cli.main import main
+from tests.service.desk import exit_status
 from triaccel_ray.service.runs.record import read_run
 
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
@@ -19,25 +17,6 @@ TAKES_LONG = ("search", "compare")
 """Tested in test_end_to_end.py, with a task of one's own too; test_documents.py parses them."""
 JOINS_RAY = ("doctor", "run", "search", "tune-batch")
 TRAINS = ("run", "search", "tune-batch")
-
-
-def fenced_blocks() -> list[tuple[str, str]]:
-    """Returns language and content of every fenced block, in order."""
-    return re.findall(r"^```(\w*)\n(.*?)^```", TUTORIAL.read_text(), flags=re.MULTILINE | re.DOTALL)
-
-
-def typed(command: str, address: str) -> int:
-    """Carries out a command in the working directory, and returns its exit status.
-
-    On the cluster of the tests, which need not start for each of them.
-    """
-    words = command.split()
-    words += ["--address", address] if words[0] in JOINS_RAY else []
-    words += ["--device", "cpu"] if words[0] in TRAINS else []
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
 
 
 @contextlib.contextmanager
@@ -66,7 +45,7 @@ def test_the_tutorial_can_be_followed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     programs, commands = [], []
-    for language, block in fenced_blocks():
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", TUTORIAL.read_text(), flags=re.MULTILINE | re.DOTALL):
         if language == "python":
             name = block.splitlines()[0].removeprefix("# ")
             Path(name).write_text(block)
@@ -75,11 +54,14 @@ def test_the_tutorial_can_be_followed(
                 runpy.run_path(name)
         for line in block.splitlines():
             if line.startswith("triaccel ") and line.split()[1] not in TAKES_LONG:
-                commands.append(line.removeprefix("triaccel "))
-                assert typed(commands[-1], cluster_address) == 0, (line, *capsys.readouterr())
+                words = line.split()[1:]
+                commands.append(words[0])
+                words += ["--address", cluster_address] if words[0] in JOINS_RAY else []
+                words += ["--device", "cpu"] if words[0] in TRAINS else []
+                assert exit_status(*words) == 0, (line, *capsys.readouterr())
     first = ["wide.py", "my_model.py", "my_data.py", "my_recipe.py", "spirals.py", "use.py"]
     assert programs == [*first, "regression.py", "my_search.py", "my_trainer.py"]
-    assert [command.split()[0] for command in commands].count("run") == 2
+    assert commands.count("run") == 2
     said = capsys.readouterr().out
     assert "replayed under its own configuration: every decision is the same" in said
     assert read_run(tmp_path / "triaccel-runs" / "mine").status == "finished"

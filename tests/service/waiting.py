@@ -1,7 +1,5 @@
 """Waiting for what happens elsewhere, in a thread, a process or a server, and ending what does not come to an end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

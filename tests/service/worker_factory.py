@@ -1,28 +1,32 @@
 """Workers in this process, what becomes of them, and what their logs say."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from triaccel_ray.records.events import End, Epoch, Record, Tick, read_events
 from triaccel_ray.records.goal import Goal
+from triaccel_ray.service.runs.batch_tuner import BatchTuner
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.layout import EVENTS
+
+Begin = Callable[..., Any]
+"""Of a worker of one of the tests' own tasks; the fixture `start`."""
 
 
 class WorkerFactory:
     """Makes workers, and closes those that a test leaves open."""
 
     def __init__(self) -> None:
-        self._made: list[Worker] = []
+        self._made: list[Worker | BatchTuner] = []
 
-    def build(self, spec: RunSpec, folder: Path) -> Worker:
-        self._made.append(Worker(spec, folder))
+    def build(self, spec: RunSpec, folder: Path) -> Any:
+        """Returns a worker, or the tuner of batch sizes that the spec asks for."""
+        self._made.append((BatchTuner if spec.method == "tune-batch" else Worker)(spec, folder))
         return self._made[-1]
 
-    def start(self, spec: RunSpec, folder: Path) -> Worker:
+    def start(self, spec: RunSpec, folder: Path) -> Any:
         worker = self.build(spec, folder)
         worker.resume()
         return worker

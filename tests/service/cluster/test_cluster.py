@@ -1,7 +1,5 @@
 """How a cluster is reached and its GPUs are shared, and what is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -33,11 +31,7 @@ def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Findi
 
 
 def test_every_check_goes_by_its_name(findings: dict[str, Finding]) -> None:
-    problems = {
-        "triton runs": "ValueError: out of order",
-        "ray starts": "address = ",
-        "mlflow store": "tracking uri =",
-    }
+    problems = {"triton runs": "ValueError: out of order", "ray starts": "address = ", "mlflow store": "tracking uri ="}
     for subject, text in problems.items():
         assert findings[subject][0] == "problem"
         assert findings[subject][1].startswith(text)
@@ -62,11 +56,8 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert not (home / ".ray").exists()
 
 
-@pytest.mark.parametrize(
-    ("has_gpu", "verdict", "said"), [(True, "problem", "a run on the GPU fails"), (False, "note", "resident set")]
-)
-def test_without_nvml_a_gpu_is_of_no_use_and_a_cpu_does_without(has_gpu: bool, verdict: str, said: str) -> None:
-    found, text = doctor._no_nvml(pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND), has_gpu=has_gpu)
-    assert found == verdict
-    assert said in text
-    assert "NVML Shared Library Not Found" in text
+def test_without_nvml_a_gpu_is_of_no_use_and_a_cpu_does_without() -> None:
+    error = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    for has_gpu, verdict, said in ((True, "problem", "a run on the GPU fails"), (False, "note", "resident set")):
+        found, text = doctor._no_nvml(error, has_gpu=has_gpu)
+        assert (found, said in text, "NVML Shared Library Not Found" in text) == (verdict, True, True)

@@ -1,7 +1,5 @@
 """The commands that a message gives to type next are whole: they find what they speak of."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,19 +1,20 @@
 """What is shown while work goes on."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from tests.service.build import SimulatedRun
+from tests.service.records import run_of
 from tests.service.waiting import wait_until
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.records.events import End, Epoch, EventLog, Interruption, Record, Start, Tick, read_events
+from triaccel_ray.records.events import End, Epoch, EventLog, Interruption, Record, Start, read_events
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service import console
 from triaccel_ray.service.commands import progress
@@ -26,21 +27,12 @@ START = Start(control=ControlConfig(), parameters={"recipe.epochs": 3, "memory_l
 FINISHED = End(status="finished", results={"accuracy": 97.49, "seconds_per_epoch": 0.1322})
 
 
+LEARNED: Any = {"train_loss": 0.1, "held_out_metrics": {"accuracy": 91.25}, "score": 60.83}
+SPENT: Any = {"seconds": 1.5, "images_per_second": 100.0, "batch_size": 64, "peak_bytes": 10**9}
+
+
 def epoch_record(epoch: int) -> Epoch:
-    return Epoch(
-        epoch=epoch,
-        step=10 * epoch,
-        train_loss=0.1,
-        held_out_metrics={"accuracy": 91.25},
-        held_out_loss=0.3,
-        seconds=1.5,
-        images_per_second=100.0,
-        batch_size=64,
-        peak_bytes=10**9,
-        allocated_peak_bytes=0,
-        num_skipped=0,
-        score=60.83,
-    )
+    return replace(run_of("any").epochs[0], epoch=epoch, step=10 * epoch, **LEARNED, **SPENT)
 
 
 def write(folder: Path, *told: Record, keep: int | None = None) -> None:
@@ -63,9 +55,7 @@ def test_a_line_names_the_precisions_of_the_layers(screen: StringIO, tmp_path: P
     with Progress("training", tmp_path):
         assert screen.getvalue() == "training\n"  # at once
         run.complete(epochs=1)
-    *_, tick, epoch, _ = [event.record for event in read_events(run.path)]
-    assert isinstance(tick, Tick)
-    assert isinstance(epoch, Epoch)
+    *_, tick, _, _ = [event.record for event in read_events(run.path)]
     levels = Counter(tick.decision.plan.precision.values())
     layers = " ".join(f"{levels[level]} {level.value}" for level in Precision if levels[level])
     (_, line, _) = screen.getvalue().splitlines()

@@ -1,15 +1,13 @@
 """What goes on is recorded where it was begun: in the same store, and in the same experiment."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
 from tests.service.build import SimulatedRun
+from tests.service.desk import Desk
 from tests.service.stores import runs, ship
-from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.commands.recording import with_recorded_store
 from triaccel_ray.service.search.search import read_search
@@ -67,10 +65,7 @@ def test_a_bucket_has_no_usual_store(run: Path, where: Where) -> None:
         with_recorded_store(run, bucket)
 
 
-def test_a_search_that_goes_on_stays_one_tree(
-    desk: Desk,  # noqa: F811  # the fixture
-    tmp_path: Path,
-) -> None:
+def test_a_search_that_goes_on_stays_one_tree(desk: Desk, tmp_path: Path) -> None:
     store = f"sqlite:///{tmp_path / 'own.db'}"
     words = ("--trials", "1", "--epochs", "1", "--name", "tree", "--margin", "100", "--device", "cpu")
     assert desk.type("search", "digits", *words, "--experiment", "foo", "--tracking-uri", store) == 0

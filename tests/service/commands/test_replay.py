@@ -1,56 +1,56 @@
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.build import CONFIG, blobs, cross_entropy, mlp
 from tests.service.build import CONTROL, SimulatedRun
-from tests.service.records import RUN_SPEC
-from triaccel_ray.config import PrecisionConfig
+from tests.service.desk import typed
+from tests.service.records import run_of
+from triaccel_ray.config import ControlConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.records.events import End, EventLog, LogError, Start
+from triaccel_ray.records.events import EventLog, LogError
 from triaccel_ray.records.plan import Precision, Reason, ReasonCode, Storage
-from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.commands.replay import reasons_grid, verdict
 from triaccel_ray.service.runs.record import RunRecord
-
-NUM_TICKS = 40
 
 
 @pytest.fixture(scope="module")
 def run() -> RunRecord:
     made = SimulatedRun(Path("run"))
-    return RunRecord(
-        folder=Path("run"),
-        spec=RUN_SPEC,
-        start=Start(control=CONTROL),
-        ticks=tuple(made.make_tick() for _ in range(NUM_TICKS)),
-        epochs=(),
-        end=End(status="finished"),
-    )
+    return replace(run_of("run"), ticks=tuple(made.make_tick() for _ in range(40)), epochs=())
+
+
+def with_decision(run: RunRecord, **changes: Any) -> RunRecord:
+    """The run with another decision at tick 5."""
+    tick = run.ticks[5]
+    changed = replace(tick, decision=replace(tick.decision, **changes))
+    return replace(run, ticks=(*run.ticks[:5], changed, *run.ticks[6:]))
+
+
+def train_an_epoch(folder: Path, config: ControlConfig, **options: int) -> None:
+    """Writes a log by a loop of one's own."""
+    with contextlib.closing(EventLog(folder / "events.jsonl")) as log:
+        optimizer = torch.optim.SGD((model := mlp()).parameters(), lr=0.05)
+        loop = ControlLoop(model, optimizer, cross_entropy, blobs(64), config=config, on_tick=log.append, **options)
+        loop.train_epoch()
+        loop.close()
+        loop.close()
 
 
 def test_the_log_of_a_loop_of_ones_own_is_reported_and_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with contextlib.closing(EventLog(Path("events.jsonl"))) as log:
-        optimizer = torch.optim.SGD((model := mlp()).parameters(), lr=0.05)
-        loop = ControlLoop(model, optimizer, cross_entropy, blobs(64), config=CONFIG, on_tick=log.append)
-        loop.train_epoch()
-        loop.close()
-        loop.close()
+    train_an_epoch(tmp_path, CONFIG)
     for words in ("report ./", "report events.jsonl", "replay events.jsonl"):
-        with pytest.raises(SystemExit) as ended:
-            main([*words.split(), "--storage-path", str(tmp_path)])
-        said = capsys.readouterr()
-        assert (ended.value.code, said.err) == (0, "")
-        assert "report" not in words or "the full control loop, finished" in said.out
-    assert "replayed under its own configuration: every decision is the same" in said.out
+        status, said, errors = typed(capsys, *words.split(), "--storage-path", str(tmp_path))
+        assert (status, errors) == (0, "")
+        assert "report" not in words or "the full control loop, finished" in said
+    assert "replayed under its own configuration: every decision is the same" in said
     assert (tmp_path / "report.html").exists()
     assert (tmp_path / "figures" / "precision.png").exists()
 
@@ -60,18 +60,9 @@ def test_the_form_of_the_weights_has_its_reasons_and_is_replayed(
 ) -> None:
     precision = PrecisionConfig(enabled=False, initial=Precision.BF16, allow_slow_precisions=True)
     config = replace(CONFIG, weights="auto", step_in_backward="auto", clip_norm=1.0, precision=precision)
-    with contextlib.closing(EventLog(tmp_path / "events.jsonl")) as log:
-        optimizer = torch.optim.SGD((model := mlp()).parameters(), lr=0.05)
-        loop = ControlLoop(
-            model, optimizer, cross_entropy, blobs(64), config=config, memory_headroom=1, on_tick=log.append
-        )
-        loop.train_epoch()
-        loop.close()
-    with pytest.raises(SystemExit) as ended:
-        main(["replay", str(tmp_path / "events.jsonl"), "--storage-path", str(tmp_path)])
-    said = " ".join(capsys.readouterr().out.split())
-    assert ended.value.code == 0
-    assert said.count("weight_form") == 2
+    train_an_epoch(tmp_path, config, memory_headroom=1)
+    status, said, _ = typed(capsys, "replay", str(tmp_path / "events.jsonl"), "--storage-path", str(tmp_path))
+    assert (status, said.count("weight_form")) == (0, 2)
     assert "replayed under its own configuration: every decision is the same" in said
 
 
@@ -93,24 +84,22 @@ def test_other_thresholds_say_where_and_why_they_differ(run: RunRecord) -> None:
 
 
 def test_a_changed_log_is_noticed(run: RunRecord) -> None:
-    tick = run.ticks[5]
-    plan = replace(tick.decision.plan, precision=dict.fromkeys(tick.decision.plan.precision, Precision.FP32))
+    plan = run.ticks[5].decision.plan
+    plan = replace(plan, precision=dict.fromkeys(plan.precision, Precision.FP32))
     reason = next(reason for tick in run.ticks for reason in tick.decision.reasons)
-    for decision, said in (
-        (replace(tick.decision, plan=plan), "first difference at tick 5"),
-        (replace(tick.decision, reasons=(reason,)), "plans are the same, but at tick 5"),
-    ):
-        ticks = (*run.ticks[:5], replace(tick, decision=decision), *run.ticks[6:])
-        lines = list(verdict(replace(run, ticks=ticks), CONTROL))
+    changes: dict[str, dict[str, Any]] = {
+        "first difference at tick 5": {"plan": plan},
+        "plans are the same, but at tick 5": {"reasons": (reason,)},
+    }
+    for said, change in changes.items():
+        lines = list(verdict(with_decision(run, **change), CONTROL))
         assert lines[0].startswith(said)
         assert "written by another version, or was changed" in lines[1]
 
 
 def test_a_memory_plan_that_differs_is_told_by_region(run: RunRecord) -> None:
-    tick = run.ticks[5]
-    plan = replace(tick.decision.plan, storage={"body": Storage.OFFLOAD}, num_micro_batches=2)
-    ticks = (*run.ticks[:5], replace(tick, decision=replace(tick.decision, plan=plan)), *run.ticks[6:])
-    lines = list(verdict(replace(run, ticks=ticks), CONTROL))
+    plan = replace(run.ticks[5].decision.plan, storage={"body": Storage.OFFLOAD}, num_micro_batches=2)
+    lines = list(verdict(with_decision(run, plan=plan), CONTROL))
     assert "  storage of body: recorded offload, now the default" in lines
     assert "  num_micro_batches: recorded 2, now 1" in lines
 

@@ -1,12 +1,10 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from tests.service.build import SimulatedRun
+from tests.service.desk import typed
 from tests.service.stores import ship
-from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.commands.ui import runs_pages
 from triaccel_ray.service.tracking.tracking import Tracker
 
@@ -16,9 +14,8 @@ def test_a_mistyped_path_is_named_and_nothing_is_made_there(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mistyped = tmp_path / "mistyped"
-    with pytest.raises(SystemExit, match="2"):
-        main(["ui", *option.format(mistyped).split()])
-    assert f"{mistyped}/mlflow.db': there is no such file" in " ".join(capsys.readouterr().err.split())
+    status, _, said = typed(capsys, "ui", *option.format(mistyped).split())
+    assert (status, f"{mistyped}/mlflow.db': there is no such file" in " ".join(said.split())) == (2, True)
     assert not mistyped.exists()
 
 

@@ -1,7 +1,5 @@
 """What is tried before the final runs, and what is chosen by it; the runs themselves are test_end_to_end's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

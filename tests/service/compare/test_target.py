@@ -1,7 +1,5 @@
 """What training costs until a target is reached, and what a run with a target trains on."""
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import replace
@@ -9,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.own_task import own_spec
 from tests.service.records import FINAL_SPEC, run_of
-from tests.service.worker_factory import WorkerFactory, records, train
+from tests.service.worker_factory import Begin, records, train
 from triaccel_ray.records.events import End, Epoch
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.compare.comparison import Comparison, MethodResults, final_runs
@@ -22,6 +19,7 @@ from triaccel_ray.service.report.readings import readings_grid
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.trainables.task import Purpose
 
+BOTH = {"seconds": 20.0, "joules": 1000.0}
 PERPLEXITY = Goal(name="perplexity", maximize=False, unit="")
 
 
@@ -40,14 +38,10 @@ def judged(*values: float, target: float | None, goal: Goal | None = None, joule
 @pytest.mark.parametrize(
     ("run", "costs", "note"),
     [
-        (
-            judged(80.0, 94.0, 93.0, target=94.0),
-            {"seconds": 20.0, "joules": 1000.0},
-            "20 s to target, 1000 J to target",
-        ),
+        (judged(80.0, 94.0, 93.0, target=94.0), BOTH, "20 s to target, 1000 J to target"),
         (judged(80.0, 94.0, target=94.0, joules=None), {"seconds": 20.0}, "20 s to target"),
         (judged(80.0, 93.99, target=94.0), {}, "not reached"),
-        (judged(9.0, 7.5, 7.0, target=7.5, goal=PERPLEXITY), {"seconds": 20.0, "joules": 1000.0}, "20 s to target"),
+        (judged(9.0, 7.5, 7.0, target=7.5, goal=PERPLEXITY), BOTH, "20 s to target"),
         (judged(9.0, 7.6, target=7.5, goal=PERPLEXITY), {}, "not reached"),
         (judged(math.nan, target=0.0), {}, "not reached"),
         (judged(99.0, target=None), {}, None),
@@ -62,25 +56,10 @@ def test_a_target_is_reached_in_the_first_epoch_that_is_as_good(
     assert note is None or note in found[0]
 
 
-@pytest.mark.parametrize(
-    ("goal", "target", "rule"),
-    [
-        (Goal(), 150.0, r"no value that accuracy can have; give one in \[0, 100\]"),
-        (Goal(), math.nan, "must be a finite number"),
-        (PERPLEXITY, -1.0, r"no value that perplexity can have; give one in \[0, inf\)"),
-        (Goal(name="reward", unit=""), math.inf, "must be a finite number"),
-    ],
-)
-def test_a_target_out_of_reach_is_refused(goal: Goal, target: float, rule: str) -> None:
-    with pytest.raises(ValueError, match=f"target = .*: {rule}"):
-        replace(FINAL_SPEC, goal=goal, target=target)
-
-
 def test_a_final_run_with_a_target_is_judged_on_validation_samples_and_reads_the_test_set_once(
-    worker_factory: WorkerFactory, module: str, tmp_path: Path
+    start: Begin, module: str, tmp_path: Path
 ) -> None:
-    spec = own_spec(f"{module}:Blobs", method="fp32", purpose=Purpose.FINAL, target=50.0)
-    worker = worker_factory.start(spec, tmp_path)
+    worker = start(method="fp32", purpose=Purpose.FINAL, target=50.0)
     reads = sys.modules[module].READS
     assert {purpose for purpose, _ in reads} == {"search"}  # tried beforehand
     reads.clear()

@@ -1,7 +1,5 @@
 """The report of timed batch sizes: table, notes, curve and command."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from triaccel_ray.service.runs.record import RunRecord, read_run
 from triaccel_ray.service.storage.layout import SPEC, write_value
 from triaccel_ray.service.storage.storage_path import StoragePath
 
-SPEC_OF_SIZES = replace(RUN_SPEC, method="tune-batch")
 RESULTS = {"batch_size": 256.0, "lr": 0.16333, "samples_per_second": 9800.0, "best_samples_per_second": 1e4}
 NOT_CAPTURED = Fault(kind=FaultKind.CAPTURE_FAILED, step=3, phase="capture", detail="the loss reads a file")
 
@@ -32,7 +29,7 @@ def run_with(folder: Path, *sizes: Throughput, end: End | None, maximum: int = 5
     made = SimulatedRun(folder, control=control, info={"task": "cifar10-resnet18", "method": "tune-batch"})
     made.start()
     made.append(*sizes, *([end] if end else []))
-    write_value(folder / SPEC, SPEC_OF_SIZES)
+    write_value(folder / SPEC, replace(RUN_SPEC, method="tune-batch"))
     return read_run(folder)
 
 
@@ -65,7 +62,6 @@ def test_the_report_ends_with_the_command_that_trains_at_that_size(run: RunRecor
     view = view_at(StoragePath(str(run.folder)))
     assert view.command == f"triaccel run --from {run.folder} --batch-size 256 --lr 0.1633 --adapt-batch off"
     _, advice, notes, _ = view.parts
-    assert isinstance(advice, str)
     sentence, command = advice.splitlines()
     assert command == view.command
     assert "A batch of 256 is efficient: 98.0% of the best samples/s." in sentence

@@ -1,16 +1,14 @@
 """Pictures of one run and of many: what they show, read from their axes and pixels."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
@@ -40,8 +38,6 @@ from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import SPEC, write_value
 
-T = TypeVar("T")
-
 
 def events_of(folder: Path, names: tuple[str, ...] = SMALL, epochs: int = 3, **settings: object) -> list[Event]:
     run = SimulatedRun(folder, names=names, **settings)  # type: ignore[arg-type]  # fields of a test's own dataclass
@@ -49,22 +45,16 @@ def events_of(folder: Path, names: tuple[str, ...] = SMALL, epochs: int = 3, **s
     return list(read_events(run.path))
 
 
-def of_kind(kind: type[T], events: Sequence[Event]) -> list[T]:
+def of_kind(kind: type, events: Sequence[Event]) -> list[Any]:
     return [event.record for event in events if isinstance(event.record, kind)]
-
-
-def blind(epochs: Sequence[Epoch]) -> list[Epoch]:
-    """The epochs of a run that reads the test samples at its end."""
-    return [replace(epoch, held_out_metrics={}, held_out_loss=None, score=None) for epoch in epochs]
 
 
 def texts(figure: Figure) -> set[str]:
     return {found.get_text() for found in figure.findobj(Text)}
 
 
-def overview_of(events: Sequence[Event], ticks: Sequence[Tick] | None = None) -> Figure:
-    shown = of_kind(Tick, events) if ticks is None else ticks
-    return overview(of_kind(Epoch, events), shown, CONTROL.batch, Goal(), subtitle="digits")
+def overview_of(events: Sequence[Event], ticks: Sequence[Tick]) -> Figure:
+    return overview(of_kind(Epoch, events), ticks, CONTROL.batch, Goal(), subtitle="digits")
 
 
 def axes_titled(figure: Figure, title: str) -> Axes:
@@ -156,6 +146,10 @@ def test_one_picture_tells_what_was_learned_changed_and_spent(tmp_path: Path) ->
     assert {"epoch", "seconds of training", "digits", "training", "validation"} <= texts(figure)
     assert {"limit", "rho_high 85%", "rho_low 60%", *Precision.__members__} <= texts(figure)
     assert f"{epochs[-1].held_out(Goal()):.2f}" in texts(figure)
+    assert "at once on the device" not in texts(figure)
+    plan = replace(ticks[0].observation.plan, num_micro_batches=4)
+    in_parts = replace(ticks[0], observation=replace(ticks[0].observation, plan=plan))
+    assert "at once on the device" in texts(overview_of(events, [in_parts]))
     sizes = [tick.observation.plan.batch_size for tick in ticks] + [ticks[-1].applied.plan.batch_size]
     assert heights(figure, "Batch size") == sizes
     assert heights(figure, "Time") == [epoch.seconds for epoch in epochs]
@@ -166,21 +160,13 @@ def test_one_picture_tells_what_was_learned_changed_and_spent(tmp_path: Path) ->
 
 
 def test_a_baseline_that_does_not_look_has_the_same_picture(tmp_path: Path) -> None:
-    epochs = blind(of_kind(Epoch, events_of(tmp_path)))
-    steep = [replace(epoch, train_loss=100.0 * 0.01**place) for place, epoch in enumerate(epochs)]
+    blind: Any = {"held_out_metrics": {}, "held_out_loss": None, "score": None}
+    epochs = of_kind(Epoch, events_of(tmp_path))
+    steep = [replace(epoch, train_loss=100.0 * 0.01**place, **blind) for place, epoch in enumerate(epochs)]
     figure = overview(steep, [], CONTROL.batch, Goal())
     assert {"the same from the first step to the last", "not looked at before the end of the run"} <= texts(figure)
     assert len(heights(figure, "Memory")) == 3
     assert axes_titled(figure, "Loss").get_yscale() == "log"
-
-
-def test_parts_of_a_batch_are_shown(tmp_path: Path) -> None:
-    events = events_of(tmp_path, epochs=1)
-    assert "at once on the device" not in texts(overview_of(events))
-    (tick, *_) = of_kind(Tick, events)
-    plan = replace(tick.observation.plan, num_micro_batches=4)
-    planned = replace(tick, observation=replace(tick.observation, plan=plan))
-    assert "at once on the device" in texts(overview_of(events, [planned]))
 
 
 def test_the_first_interval_of_a_log_that_begins_later_is_as_long_as_the_second(tmp_path: Path) -> None:
@@ -199,7 +185,6 @@ few_values = st.sampled_from([0.0, 1.0, 2.0, 3.0])
 
 
 @given(pairs=st.lists(st.tuples(few_values, few_values), max_size=12), maximize=st.booleans())
-@settings(deadline=None)
 def test_the_front_is_what_nothing_dominates(pairs: list[tuple[float, float]], maximize: bool) -> None:
     points = [Figures(metric=metric, seconds=seconds, peak_gb=1.0, score=1.0) for metric, seconds in pairs]
     sign = 1 if maximize else -1

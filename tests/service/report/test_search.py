@@ -1,7 +1,5 @@
 """What is said of a search: its table, what it recommends, which threshold mattered, and its page."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,8 +42,10 @@ def search(accuracy: float, *, objective: str = "score") -> SearchRecord:
     return search_of(run_of("trial-000", accuracy=accuracy), objective=Objective(name=objective, reference=REFERENCE))
 
 
-def search_by_rho(num_trials: int, num_epochs: Sequence[int] = (4,), *, slope: float = 40.0) -> SearchRecord:
-    """Trials whose accuracy is rho_low's doing alone."""
+def search_by_rho(
+    num_trials: int, num_epochs: Sequence[int] = (4,), *, slope: float = 40.0, epochs: int = 7
+) -> SearchRecord:
+    """Trials whose accuracy is rho_low's doing alone, after `num_epochs` of `epochs` that a run may take."""
 
     def trial(index: int) -> RunRecord:
         control, ended = controls(num_trials)[index], num_epochs[index % len(num_epochs)]
@@ -54,7 +54,9 @@ def search_by_rho(num_trials: int, num_epochs: Sequence[int] = (4,), *, slope: f
         run = run_of(f"trial{index}", accuracy=accuracy, num_epochs=ended, status=status)
         return replace(run, spec=replace(run.spec, control=control))
 
-    return search_of(*map(trial, range(num_trials)))
+    record = search_of(*map(trial, range(num_trials)))
+    base = replace(record.spec.base, recipe=replace(record.spec.base.recipe, epochs=epochs))
+    return replace(record, spec=replace(record.spec, base=base))
 
 
 def test_a_search_lists_baselines_then_trials_best_first() -> None:
@@ -118,18 +120,13 @@ def test_a_best_trial_behind_amp_is_not_recommended(objective: str, seconds: flo
     )
 
 
-@pytest.mark.parametrize(
-    ("accuracy", "status", "recommended"),
-    [(90.0, "finished", "fp32"), (80.0, "finished", "trial-000"), (90.0, "failed", "trial-000")],
-)
-def test_a_finished_baseline_within_the_margin_that_is_better_is_named(
-    accuracy: float, status: str, recommended: str
-) -> None:
+def test_a_finished_baseline_within_the_margin_that_is_better_is_named() -> None:
     record = search(91.0)
-    fp32 = changed(record.baselines["fp32"], seconds=5.0, held_out_metrics={"accuracy": accuracy})
-    fp32 = replace(fp32, end=End(status=status))
-    _, command = recommendation(replace(record, baselines={**record.baselines, "fp32": fp32}))
-    assert command.endswith(recommended)
+    cases = ((90.0, "finished", "fp32"), (80.0, "finished", "trial-000"), (90.0, "failed", "trial-000"))
+    for accuracy, status, best in cases:
+        fp32 = changed(record.baselines["fp32"], seconds=5.0, held_out_metrics={"accuracy": accuracy})
+        baselines = {**record.baselines, "fp32": replace(fp32, end=End(status=status))}
+        assert recommendation(replace(record, baselines=baselines))[1].endswith(best)
 
 
 def test_of_a_run_and_its_repeats_the_best_one_counts() -> None:
@@ -193,22 +190,19 @@ def test_a_search_without_a_trial_to_its_end_says_what_ended_them(ends: Sequence
 
 
 def test_what_decides_is_found_important_among_trials_at_the_same_epoch() -> None:
-    record = search_by_rho(40, num_epochs=(3, 4))
-    short = replace(record.spec.base, recipe=replace(record.spec.base.recipe, epochs=7))
-    said = importance(replace(record, spec=replace(record.spec, base=short)))
+    said = importance(search_by_rho(40, num_epochs=(3, 4)))
     name, share = said.removeprefix("Importance of each threshold: ").split(",")[0].split()
     assert name == "rho_low"
     assert float(share.rstrip("%")) > 60
     assert "ranks of 40 trials after epoch 3" in said
-    base = replace(short, recipe=replace(short.recipe, epochs=8))  # whose trials may be pruned after epoch 4
-    assert "ranks of 20 trials after epoch 4" in importance(replace(record, spec=replace(record.spec, base=base)))
-    for few in (search_by_rho(MIN_TRIALS - 1), search_by_rho(MIN_TRIALS, slope=0.0)):
-        assert importance(replace(few, spec=replace(few.spec, base=short))) == ""
+    later = search_by_rho(40, num_epochs=(3, 4), epochs=8)  # whose trials may be pruned after epoch 4
+    assert "ranks of 20 trials after epoch 4" in importance(later)
+    assert importance(search_by_rho(MIN_TRIALS - 1)) == importance(search_by_rho(MIN_TRIALS, slope=0.0)) == ""
     record = search_by_rho(MIN_TRIALS)
     first, *others = record.trials
     control = replace(first.spec.control, precision=replace(first.spec.control.precision, tau_low=0.0))
     zero = replace(first, spec=replace(first.spec, control=control))  # has no place on a logarithmic scale
-    assert importance(replace(record, spec=replace(record.spec, base=short), trials=(zero, *others))) == ""
+    assert importance(replace(record, trials=(zero, *others))) == ""
 
 
 @pytest.fixture(scope="module")

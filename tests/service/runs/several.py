@@ -1,7 +1,5 @@
 """A task that several ranks train, and what its samples and its log say of them."""
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -10,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.build import blobs, mlp
+from tests.service.own_task import RECIPE, own_spec
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.records.events import Epoch, Tick, read_events
@@ -17,7 +16,7 @@ from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Plan, Precision
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import EVENTS
-from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
+from triaccel_ray.trainables.task import Purpose, Splits, Task
 
 NUM_SAMPLES = 160
 CONTROL = ControlConfig(
@@ -43,7 +42,6 @@ class Noting(TensorSource):
 
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         if None not in (generator, self.folder, self.epoch):
-            assert self.folder is not None
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / str(os.getpid())).open("a") as file:
                 attempt = os.environ.get("MASTER_PORT", "0")  # which all ranks of a group share
@@ -56,7 +54,7 @@ class Noting(TensorSource):
 
 class Several(Task):
     name = "several"
-    recipe = Recipe(epochs=3, lr=0.05, warmup_epochs=1.0)
+    recipe = RECIPE
     control = CONTROL
 
     def model(self) -> nn.Module:
@@ -69,14 +67,8 @@ class Several(Task):
 
 
 def several_spec(task: str = "Several", **settings: object) -> RunSpec:
-    own = {
-        "task": task if ":" in task else f"{__name__}:{task}",
-        "recipe": Several.recipe,
-        "control": CONTROL,
-        "device": "cpu",
-        "gpus": "2",
-    }
-    return RunSpec(**{**own, **settings})  # type: ignore[arg-type]
+    own = {"control": CONTROL, "gpus": "2"}
+    return own_spec(task if ":" in task else f"{__name__}:{task}", **{**own, **settings})
 
 
 def told(folder: Path) -> tuple[list[Plan], list[float]]:

@@ -1,26 +1,22 @@
 """Timing of batch sizes by a worker in this process: what is timed, in what plan, and what does not fit."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.service.own_task import CONTROL, RECIPE, own_spec
-from tests.service.worker_factory import last_of, records
-from triaccel_ray.config import ControlConfig, LrRule
-from triaccel_ray.records.events import Start, Throughput
+from tests.service.worker_factory import Begin, last_of, records
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.records.events import Throughput
 from triaccel_ray.records.plan import FaultKind
 from triaccel_ray.service.runs import batch_tuner
 from triaccel_ray.service.runs.batch_tuner import BatchTuner, lr_at
 
 
-def control(maximum: int = 64, lr_rule: LrRule = "sqrt") -> ControlConfig:
+def control(maximum: int = 64, lr_rule: str = "sqrt") -> ControlConfig:
     return replace(CONTROL, batch=replace(CONTROL.batch, maximum=maximum, lr_rule=lr_rule))
 
 
@@ -29,39 +25,24 @@ def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_tuner, "_MIN_TIMED_S", 0.0)
 
 
-@pytest.fixture
-def tuners() -> Iterator[list[BatchTuner]]:
-    made: list[BatchTuner] = []
-    yield made
-    for tuner in made:
-        if hasattr(tuner, "loop"):
-            tuner.close()
-
-
-def started(tuners: list[BatchTuner], folder: Path, task: str, **settings: Any) -> BatchTuner:
-    tuners.append(BatchTuner(own_spec(task, method="tune-batch", **settings), folder))
-    tuners[-1].resume()
-    return tuners[-1]
+def finish(tuner: BatchTuner) -> dict[str, float]:
+    while not tuner.finished:
+        tuner.advance()
+    return tuner.finish()
 
 
 def throughputs(folder: Path) -> dict[int, Throughput]:
     return {each.batch_size: each for each in records(folder) if isinstance(each, Throughput)}
 
 
-def test_each_size_is_timed_with_a_new_model_and_no_other_is_left(
-    tuners: list[BatchTuner], tmp_path: Path, module: str
-) -> None:
-    tuner = started(tuners, tmp_path, f"{module}:Counted", control=control())
-    while not tuner.finished:
-        tuner.advance()
-    results = tuner.finish()
+def test_each_size_is_timed_with_a_new_model_and_no_other_is_left(start: Begin, module: str, tmp_path: Path) -> None:
+    results = finish(start("Counted", method="tune-batch", control=control()))
     timed = throughputs(tmp_path)
     at_once = sys.modules[module].AT_ONCE
     assert len(at_once) > len(timed)
     assert max(at_once) == 1
     assert list(timed)[:3] == [16, 32, 64]
     for each in timed.values():
-        assert each.step_ms is not None
         assert each.step_ms > 0
         assert each.num_steps >= 10
         assert each.peak_bytes > 2**20
@@ -73,9 +54,9 @@ def test_each_size_is_timed_with_a_new_model_and_no_other_is_left(
 
 
 def test_a_size_that_passes_in_parts_says_so_and_one_that_does_not_fit_ends_the_ladder(
-    tuners: list[BatchTuner], tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
+    start: Begin, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuner = started(tuners, tmp_path, f"{module}:InParts", control=control(maximum=128))
+    tuner = start("InParts", method="tune-batch", control=control(maximum=128))
     for _ in range(3):
         tuner.advance()
     monkeypatch.setattr(sys.modules[module], "FITS", [0])
@@ -86,38 +67,30 @@ def test_a_size_that_passes_in_parts_says_so_and_one_that_does_not_fit_ends_the_
     assert (timed[128].step_ms, timed[128].ms_per_sample, timed[128].num_steps) == (None, None, 0)
     assert "no more samples fit" in timed[128].faults[-1].detail
     monkeypatch.setattr(sys.modules[module], "FITS", [32])
-    while not tuner.finished:
-        tuner.advance()
-    assert tuner.finish()["batch_size"] <= 64
+    assert finish(tuner)["batch_size"] <= 64
 
 
-def test_it_fails_if_not_even_the_smallest_size_fits(tuners: list[BatchTuner], tmp_path: Path, module: str) -> None:
-    tuner = started(tuners, tmp_path, f"{module}:TooLarge", control=control())
+def test_it_fails_if_not_even_the_smallest_size_fits(start: Begin, tmp_path: Path) -> None:
+    tuner = start("TooLarge", method="tune-batch", control=control())
     with pytest.raises(torch.OutOfMemoryError, match="not even one sample fits"):
         tuner.advance()
     assert (last_of(tmp_path).status, last_of(tmp_path).cause) == ("failed", "out_of_memory")
 
 
-def test_sizes_above_the_training_samples_are_left_out(tuners: list[BatchTuner], tmp_path: Path, module: str) -> None:
-    tuner = started(tuners, tmp_path, f"{module}:Blobs", control=control(maximum=1024))
-    start = records(tmp_path)[0]
-    assert isinstance(start, Start)
-    assert start.control.batch.maximum == 160
-    while not tuner.finished:
-        tuner.advance()
+def test_sizes_above_the_training_samples_are_left_out(start: Begin, tmp_path: Path) -> None:
+    tuner = start(method="tune-batch", control=control(maximum=1024))
+    assert records(tmp_path)[0].control.batch.maximum == 160
+    finish(tuner)
     assert max(throughputs(tmp_path)) == 160
 
 
-def test_a_size_without_a_whole_batch_in_an_epoch_is_refused(
-    tuners: list[BatchTuner], tmp_path: Path, module: str
-) -> None:
+def test_a_size_without_a_whole_batch_in_an_epoch_is_refused(start: Begin) -> None:
     batch = replace(CONTROL.batch, start=159, minimum=159, maximum=159)
-    tuner = started(tuners, tmp_path, f"{module}:Blobs", control=replace(CONTROL, batch=batch))
+    tuner = start(method="tune-batch", control=replace(CONTROL, batch=batch))
     with pytest.raises(ValueError, match="batch size = 159: an epoch of 160 samples has no whole batch of this size"):
         tuner.advance()
 
 
-@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0), ("adascale", 1.0)])
-def test_the_learning_rate_follows_the_rule_of_the_run(rule: LrRule, factor: float) -> None:
-    spec = own_spec("digits", method="tune-batch", control=control(maximum=128, lr_rule=rule))
-    assert lr_at(spec, 128) == pytest.approx(factor * RECIPE.lr)
+def test_the_learning_rate_follows_the_rule_of_the_run() -> None:
+    for rule, factor in (("none", 1.0), ("sqrt", 2.0), ("linear", 4.0), ("adascale", 1.0)):
+        assert lr_at(own_spec("digits", control=control(lr_rule=rule)), 128) == pytest.approx(factor * RECIPE.lr)

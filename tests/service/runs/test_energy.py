@@ -1,21 +1,17 @@
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pynvml
 import pytest
 import torch
 
-from tests.service.own_task import own_spec
-from tests.service.worker_factory import WorkerFactory, last_of, records, train
+from tests.service.worker_factory import Begin, last_of, records, train
 from triaccel_ray.control import epochs
 from triaccel_ray.control.epochs import EpochProgress
-from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.measure.energy import board_joules, energy_counter
 from triaccel_ray.records.events import Epoch
 from triaccel_ray.service.runs.record import JOULES, joules_after
@@ -48,7 +44,7 @@ def test_a_gpu_without_the_counter_has_no_energy(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_epoch_that_goes_on_elsewhere_has_the_joules_of_both_parts(nvml: None) -> None:
-    sampler = cast(Sampler, SimpleNamespace(epoch=1, num_samples=8))
+    sampler: Any = SimpleNamespace(epoch=1, num_samples=8)
     first, second = EpochProgress(CPU), EpochProgress(CPU)
     first.start()
     state = first.state_dict()
@@ -61,26 +57,24 @@ def test_an_epoch_that_goes_on_elsewhere_has_the_joules_of_both_parts(nvml: None
 
 
 @pytest.mark.parametrize("method", ["amp", "triaccel"])
-def test_a_resumed_run_counts_each_epoch_once(
-    nvml: None, worker_factory: WorkerFactory, module: str, tmp_path: Path, method: str
-) -> None:
-    spec = own_spec(f"{module}:Blobs", method=method)
-    first = worker_factory.start(spec, tmp_path)
+def test_a_resumed_run_counts_each_epoch_once(nvml: None, start: Begin, tmp_path: Path, method: str) -> None:
+    first = start(method=method)
     first.train_epoch()
     first.checkpoint()
     first.train_epoch()  # lost
     first.close()
-    train(worker_factory.start(spec, tmp_path)).finish()
+    train(start(method=method)).finish()
     logged = [each for each in records(tmp_path) if isinstance(each, Epoch)]
     assert [each.joules for each in logged] == [100.0, 200.0, 300.0]
     assert metrics_of(logged[1])["energy/joules"] == 200.0
+    spec = first.spec
     assert joules_after(logged[1], 100.0, replace(spec, device="auto", trials_per_gpu=2)) is None  # both runs' energy
     assert joules_after(replace(logged[1], joules=None), 100.0, spec) is None  # begun without a counter
     assert last_of(tmp_path).results[JOULES] == 300.0
 
 
-def test_without_a_counter_a_run_has_no_energy(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
-    train(worker_factory.start(own_spec(f"{module}:Blobs", method="fp32"), tmp_path)).finish()
+def test_without_a_counter_a_run_has_no_energy(start: Begin, tmp_path: Path) -> None:
+    train(start(method="fp32")).finish()
     assert {each.joules for each in records(tmp_path) if isinstance(each, Epoch)} == {None}
     assert JOULES not in last_of(tmp_path).results
 

@@ -1,7 +1,5 @@
 """What a run notes of where it trains."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,16 +1,16 @@
 """Runs trained by several ranks, here processes that form groups without Ray: results, checkpoints, the log."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed.worker_pool import WorkerPool
 from tests.service.runs.several import CONTROL, NUM_SAMPLES, samples_of_epochs, several_spec, told
+from triaccel_ray.records.checkpoint import load_checkpoint, save_checkpoint
 from triaccel_ray.service.runs.follower import Follower
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.spec import RunSpec
@@ -89,40 +89,24 @@ def test_a_group_of_another_size_trains_on(
     (found,) = read_run(folder).interruptions
     assert (found.cause, found.epoch, found.world_size_before, found.world_size) == (cause, 2, first, second)
     assert f"{first} -> {second} processes; goes on after epoch 2" in found.message
-    assert found.seconds_lost is not None
     assert 0 <= found.seconds_lost < 300
 
 
-@pytest.mark.parametrize(("torn", "epoch"), [((CHECKPOINT,), 1), ((CHECKPOINT, PREVIOUS), 0)], ids=["newest", "both"])
-def test_all_ranks_resume_from_the_checkpoint_that_rank_0_can_read(
+@pytest.mark.parametrize(
+    ("torn", "epoch"), [((CHECKPOINT,), 1), ((CHECKPOINT, PREVIOUS), 0), ((), 1)], ids=["newest", "both", "other model"]
+)
+def test_all_ranks_resume_from_the_checkpoint_that_rank_0_can_read_and_that_fits(
     workers: WorkerPool, tmp_path: Path, whole: Path, torn: tuple[str, ...], epoch: int
 ) -> None:
     spec, folder = several_spec(), tmp_path / "run"
     workers.run(2, trained, spec, folder, 2)
     for name in torn:
         (folder / name).write_bytes((folder / name).read_bytes()[:-100])
+    if not torn:
+        state = load_checkpoint(folder / CHECKPOINT)
+        state["loop"]["model"]["0.weight"] = torch.zeros(32, 8)
+        save_checkpoint(folder / CHECKPOINT, state)
     assert workers.run(2, trained, spec, folder, 3 - epoch) == [epoch, epoch]
     assert_equal(folder, whole)
     assert (folder / REPLACED).exists() == (epoch == 0)
-
-
-def test_a_checkpoint_that_does_not_fit_is_passed_over_on_all_ranks(
-    workers: WorkerPool, tmp_path: Path, whole: Path
-) -> None:
-    spec, folder = several_spec(), tmp_path / "run"
-    workers.run(2, trained, spec, folder, 2)
-    workers.run(1, widen, folder / CHECKPOINT)
-    assert workers.run(2, trained, spec, folder, 2) == [1, 1]
-    assert "does not fit its run" in read_run(folder).interruptions[0].message
-    assert_equal(folder, whole)
-
-
-def widen(rank: int, path: Path) -> None:
-    """Makes a checkpoint one of another model."""
-    import torch
-
-    from triaccel_ray.records.checkpoint import load_checkpoint, save_checkpoint
-
-    state = load_checkpoint(path)
-    state["loop"]["model"]["0.weight"] = torch.zeros(32, 8)
-    save_checkpoint(path, state)
+    assert torn or "does not fit its run" in read_run(folder).interruptions[0].message

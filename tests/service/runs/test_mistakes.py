@@ -1,16 +1,13 @@
 """Mistakes in a task of a user's own: each is named before anything trains, whatever the method."""
 
-from __future__ import annotations
-
 import pickle
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.service.local_trial import local_run, trained
-from tests.service.own_task import MODULE, own_spec
+from tests.service.own_task import own_spec, write_module
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.model.dry_run import IN_YOUR_CODE, UserCodeError
 from triaccel_ray.service.failures import RunFailedError, cause_of, picklable
@@ -20,10 +17,7 @@ from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.registry import load_task
 
-NAME = "mistaken_tasks"
-TASKS = (
-    MODULE
-    + """
+TASKS = """
 import sys
 
 from triaccel_ray.model.metrics import Metric
@@ -135,18 +129,13 @@ class Unmakeable(Blobs):
         super().__init__(data_dir)
         self.files = {}["train"]
 """
-)
 
 
 @pytest.fixture(scope="module")
 def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The module's name."""
-    folder = tmp_path_factory.mktemp("mistakes")
-    (folder / f"{NAME}.py").write_text(TASKS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        yield NAME
-    sys.modules.pop(NAME, None)
+        yield write_module(tmp_path_factory.mktemp("mistakes"), patch, TASKS)
 
 
 @pytest.mark.parametrize("method", ["triaccel", "fp32"])
@@ -179,16 +168,13 @@ def test_a_search_hears_of_it_where_it_shares_the_samples(mistakes: str) -> None
         share_splits(own_spec(f"{mistakes}:DataNone"))
 
 
-@pytest.mark.parametrize(("task", "objective", "most"), [("Tolerant", "within_half", 1.0), ("LossAlone", "loss", 10.0)])
-def test_a_task_may_be_given_by_tensors_and_judged_its_own_way(
-    mistakes: str, tmp_path: Path, task: str, objective: str, most: float
-) -> None:
-    name = f"{mistakes}:{task}"
-    trained(local_run(own_spec(name, goal=load_task(name, None).goal), StoragePath.of(tmp_path / "run")))
-    end = read_run(tmp_path / "run").end
-    assert end is not None
-    assert 0.0 < end.results[objective] <= most
-    assert end.results["score"] > 0.0
+def test_a_task_may_be_given_by_tensors_and_judged_its_own_way(mistakes: str, tmp_path: Path) -> None:
+    for task, objective, most in (("Tolerant", "within_half", 1.0), ("LossAlone", "loss", 10.0)):
+        name, folder = f"{mistakes}:{task}", tmp_path / task
+        trained(local_run(own_spec(name, goal=load_task(name, None).goal), StoragePath.of(folder)))
+        results = read_run(folder).end.results
+        assert 0.0 < results[objective] <= most
+        assert results["score"] > 0.0
 
 
 def test_what_fails_later_shows_the_users_lines_across_processes(mistakes: str, tmp_path: Path) -> None:
@@ -217,9 +203,9 @@ def test_settings_that_do_not_fit_the_task_are_refused(mistakes: str, tmp_path: 
         ("Undecided", "Undecided.objective = 'accuracy': must be one of Undecided.metrics, which has"),
         ("Plain", "must be a Metric, not a function"),
         ("ControlDict", r"ControlDict.control = .*: must be a ControlConfig, not a dict; write ControlConfig\(\*\*"),
-        ("NoRecipe", r"NoRecipe.loss \(.*mistaken_tasks.py:\d+\) takes \(outputs, targets\): must take \(outputs, tar"),
+        ("NoRecipe", r"NoRecipe.loss \(.*own_tasks_\d+.py:\d+\) takes \(outputs, targets\): must take \(outputs, tar"),
         ("Positional", r"takes \(outputs, targets, settings\): must take \(outputs, targets, recipe\)"),
-        ("Unmakeable", r"Unmakeable\(data_dir\) raised KeyError: 'train' \(.*mistaken_tasks.py:\d+\)"),
+        ("Unmakeable", r"Unmakeable\(data_dir\) raised KeyError: 'train' \(.*own_tasks_\d+.py:\d+\)"),
     ],
 )
 def test_a_task_with_odd_attributes_is_refused(mistakes: str, task: str, message: str) -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any, get_args
@@ -34,13 +32,12 @@ def test_no_trial_is_stopped_before_half_of_its_epochs(num_epochs: int, grace: i
     assert grace_epochs(num_epochs) == grace
 
 
-@pytest.mark.parametrize(
-    ("accuracy", "margin", "hopeless"), [(88.0, 1.0, False), (87.9, 1.0, True), (86.0, 2.0, False), (85.9, 2.0, True)]
-)
-def test_an_accuracy_is_hopeless_beyond_a_second_margin(accuracy: float, margin: float, hopeless: bool) -> None:
-    objective = Objective(margin=margin, reference=(90.0,))
-    assert objective.is_hopeless(1, figures(metric=accuracy)) is hopeless
-    assert not replace(objective, name="pareto").is_hopeless(1, figures(metric=accuracy))
+def test_an_accuracy_is_hopeless_beyond_a_second_margin() -> None:
+    for margin, enough, hopeless in ((1.0, 88.0, 87.9), (2.0, 86.0, 85.9)):
+        objective = Objective(margin=margin, reference=(90.0,))
+        assert not objective.is_hopeless(1, figures(metric=enough))
+        assert objective.is_hopeless(1, figures(metric=hopeless))
+        assert not replace(objective, name="pareto").is_hopeless(1, figures(metric=hopeless))
 
 
 def test_the_condition_is_the_amp_baselines_accuracy_after_each_epoch() -> None:
@@ -81,12 +78,10 @@ def test_each_name_maximises_its_figure(name: Any, value: float, better: dict[st
         assert objective.value(1, figures(**better)) > value
 
 
-@pytest.mark.parametrize(
-    ("epoch", "accuracy", "shortfall"),
-    [(1, 50.0, 0.0), (2, 50.0, 18.5), (3, 78.5, 0.0), (3, 78.0, 0.5), (4, 78.0, 0.5)],
-)
-def test_the_baseline_less_the_margin_is_met_at_the_same_epoch(epoch: int, accuracy: float, shortfall: float) -> None:
-    assert Objective(margin=1.5, reference=(50.0, 70.0, 80.0)).shortfall(epoch, accuracy) == shortfall
+def test_the_baseline_less_the_margin_is_met_at_the_same_epoch() -> None:
+    shortfall = Objective(margin=1.5, reference=(50.0, 70.0, 80.0)).shortfall
+    expected = {(1, 50.0): 0.0, (2, 50.0): 18.5, (3, 78.5): 0.0, (3, 78.0): 0.5, (4, 78.0): 0.5}
+    assert {given: shortfall(*given) for given in expected} == expected
 
 
 def test_of_what_is_minimised_a_point_is_a_percent_of_what_amp_has() -> None:

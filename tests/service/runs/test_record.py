@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-import json
 import re
 from collections.abc import Callable
 from dataclasses import astuple, replace
@@ -10,17 +7,16 @@ import pytest
 
 from tests.service.build import CONTROL, SimulatedRun
 from tests.service.records import RUN_SPEC
-from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import LogError
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import read_run
-from triaccel_ray.service.storage.layout import EVENTS, SPEC
+from triaccel_ray.service.storage.layout import EVENTS, SPEC, write_value
 
 
 def simulated(folder: Path) -> SimulatedRun:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / SPEC).write_text(json.dumps(encode(RUN_SPEC)))
+    folder.mkdir(exist_ok=True)
+    write_value(folder / SPEC, RUN_SPEC)
     return SimulatedRun(folder, has_pictures=False)
 
 
@@ -30,7 +26,6 @@ def test_a_run_is_read_back_from_its_folder(tmp_path: Path) -> None:
     assert run.start.control == CONTROL
     assert [epoch.epoch for epoch in run.epochs] == [1, 2]
     assert len(run.ticks) == 8
-    assert run.end is not None
     assert run.end.results["accuracy"] == 91.5
     with (tmp_path / "mine" / EVENTS).open("ab") as file:
         file.write(b'{"sequence": 99, "kind": "ep')  # still being written
@@ -42,10 +37,8 @@ def test_figures_are_those_after_an_epoch_and_at_the_end_what_the_run_ended_with
     seconds = sum(epoch.seconds for epoch in run.epochs[2:]) / 5
     peak_gb = run.epochs[-1].peak_bytes / 1e9
     expected = Figures(metric=91.5, seconds=seconds, peak_gb=peak_gb, score=91.5 / (seconds * peak_gb))
-    assert run.figures is not None
     assert astuple(run.figures) == pytest.approx(astuple(expected))
     early, before = run.figures_after(2), run.epochs[1]
-    assert early is not None
     assert (early.metric, early.peak_gb) == (before.held_out(Goal()), before.peak_bytes / 1e9)
     assert early.seconds == pytest.approx((run.epochs[0].seconds + before.seconds) / 2)
     assert run.figures_after(0) is None
@@ -62,10 +55,7 @@ def test_a_run_under_way_has_figures_once_it_was_judged(tmp_path: Path, is_final
     assert read.status == "unfinished"
     assert (read.figures is None) == is_final
     assert is_final or read.figures.metric == read.epochs[-1].held_out(Goal())  # type: ignore[union-attr]
-    for status, cause, told in (
-        ("stopped", "", "stopped"),
-        ("failed", "out_of_memory", "failed (out_of_memory)"),
-    ):
+    for status, cause, told in (("stopped", "", "stopped"), ("failed", "out_of_memory", "failed (out_of_memory)")):
         run.end(status, cause)
         assert read_run(tmp_path).status == told
 

@@ -1,53 +1,38 @@
 """What becomes of runs, on a real Ray: those that finish, fail, are refused or are cut off."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import ray
 from ray.exceptions import RayTaskError
-from torch import nn
+from torch import Tensor
 
-from tests.build import blobs, mlp
 from tests.service.build import SimulatedRun
 from tests.service.own_task import own_spec
-from triaccel_ray.data.sources import TensorSource
+from tests.service.runs.several import Several
 from triaccel_ray.records.events import End, Start, read_events
 from triaccel_ray.service.failures import RunFailedError, StoreError
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.runs import _end_if_unfinished, _without_ray_wrapper, run_all
 from triaccel_ray.service.storage.layout import SPEC, write_value
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.trainables.task import Purpose, Splits, Task
+from triaccel_ray.trainables.task import Purpose, Recipe
 
 
-class Good(Task):
-    name = "good"
-
-    def model(self) -> nn.Module:
-        return mlp()
-
-    def data(self, purpose: Purpose) -> Splits:
-        return Splits(train=TensorSource(*blobs(160)), held_out=TensorSource(*blobs(50, seed=1)))
-
-
-class Mistaken(Good):
-    name = "mistaken"
-
-    def loss(self, outputs: object, targets: object, recipe: object) -> object:  # type: ignore[override]
-        if len(targets) > 2:  # type: ignore[arg-type]  # not when two samples are tried beforehand
+class Mistaken(Several):
+    def loss(self, outputs: Tensor, targets: Tensor, recipe: Recipe) -> Tensor:
+        if len(targets) > 2:  # not when two samples are tried beforehand
             raise KeyError("a mistake in the loss")
-        return super().loss(outputs, targets, recipe)  # type: ignore[arg-type]
+        return super().loss(outputs, targets, recipe)
 
 
 @pytest.mark.usefixtures("own_ray")
 def test_each_run_ends_its_own_way(tmp_path: Path) -> None:
     assert run_all({}, StoragePath(str(tmp_path)), num_gpus=0) == {}
     specs = {
-        "good": own_spec(f"{__name__}:Good", purpose=Purpose.FINAL),
+        "good": own_spec(f"{Several.__module__}:Several", purpose=Purpose.FINAL),
         "mistaken": own_spec(f"{__name__}:Mistaken"),
-        "refused": own_spec(f"{__name__}:Good", memory_budget_bytes=2**20),
+        "refused": own_spec(f"{Several.__module__}:Several", memory_budget_bytes=2**20),
     }
     failures = run_all(specs, StoragePath(str(tmp_path)), num_gpus=0)
     assert list(failures) == ["mistaken", "refused"]

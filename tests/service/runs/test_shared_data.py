@@ -1,7 +1,5 @@
 """A search's samples in the object store of a real Ray."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from tests.build import blobs
+from tests.build import blobs, same
 from tests.service.local_trial import local_run, trained
 from tests.service.own_task import own_spec
 from triaccel_ray.data.sources import DatasetSource, TensorSource
@@ -28,15 +26,11 @@ FORTY_MIB = 40 * 2**20
 pytestmark = pytest.mark.usefixtures("own_ray")
 
 
-def same(one: TensorSource, other: TensorSource) -> bool:
-    return torch.equal(one.inputs, other.inputs) and torch.equal(one.targets, other.targets)
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float64])
 def test_tensors_of_every_type_and_shape(dtype: torch.dtype) -> None:
     source = TensorSource(torch.randint(0, 2, (6, 4, 3)).to(dtype).transpose(1, 2), torch.arange(6))
     arrived: Any = SharedSplits(Splits(train=source, held_out=source)).get().train
-    assert same(arrived, source)
+    assert same([arrived.inputs, arrived.targets], [source.inputs, source.targets])
     assert (type(arrived), arrived.inputs.dtype) == (TensorSource, dtype)
 
 
@@ -112,10 +106,9 @@ class Drawing(Digits):
 def test_a_run_does_not_depend_on_who_read_the_samples(tmp_path: Path) -> None:
     spec = replace(own_spec("tests.service.runs.test_shared_data:Drawing"), recipe=Recipe(epochs=1))
     shared = share_splits(spec)
-    read, arrived = Digits().data(Purpose.SEARCH), shared.get()
-    assert same(read.train, arrived.train)  # type: ignore[arg-type]
-    assert same(read.held_out, arrived.held_out)  # type: ignore[arg-type]
-    assert len(arrived.train) + len(arrived.held_out) == 1797 - 359  # none of the test samples
+    read, arrived = ([each.train, each.held_out] for each in (Digits().data(Purpose.SEARCH), shared.get()))
+    assert same(*([(each.inputs, each.targets) for each in found] for found in (read, arrived)))
+    assert sum(map(len, arrived)) == 1797 - 359  # none of the test samples
     trained(local_run(spec, StoragePath.of(tmp_path / "read")))
     trained(local_run(spec, StoragePath.of(tmp_path / "shared"), shared))
     losses = [read_run(tmp_path / name).epochs[0].train_loss for name in ("read", "shared")]

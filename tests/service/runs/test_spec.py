@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -74,15 +72,12 @@ def test_a_method_has_its_parts_alone(method: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "sgd"}, "method = 'sgd': must be one of fp32, amp"),
         ({"seed": 2**31}, "seed = 2147483648: must"),
-        ({"trials_per_gpu": 2, "device": "cpu"}, "trials-per-gpu = 2: a run on the CPU has no GPU to share"),
         ({"gpus": "2..", "device": "cpu"}, "gpus = '2..': must be a number of at least 1, such as 4, or a range"),
         ({"gpus": "1..4", "method": "tune-batch"}, "gpus = '1..4': method tune-batch trains in one process"),
         ({"device": "tpu"}, "device = 'tpu': must be one of auto, cpu, cuda"),
         ({"memory_budget_bytes": 0}, "memory_budget_bytes (memory_budget) = 0: must"),
         ({"keep": "best", "purpose": Purpose.FINAL}, "keep = 'best': a final run has no validation samples to choose"),
-        ({"memory_budget_bytes": 10, "memory_headroom_bytes": 5}, "memory headroom = 5: give a budget or a headroom"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -90,13 +85,10 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
         RunSpec(task="digits", **settings)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "expected", "is_distributed"),
-    [("1", (1, 1), False), ("4", (4, 4), True), ("2..8", (2, 8), True), ("1..2", (1, 2), True)],
-)
-def test_gpus_are_a_count_or_a_range(gpus: str, expected: tuple[int, int], is_distributed: bool) -> None:
-    spec = RunSpec(task="digits", gpus=gpus)
-    assert (spec.gpu_range, spec.is_distributed) == (expected, is_distributed)
+def test_gpus_are_a_count_or_a_range() -> None:
+    for gpus, expected in {"1": (1, 1), "4": (4, 4), "2..8": (2, 8), "1..2": (1, 2)}.items():
+        spec = RunSpec(task="digits", gpus=gpus)
+        assert (spec.gpu_range, spec.is_distributed) == (expected, gpus != "1")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

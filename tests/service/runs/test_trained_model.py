@@ -1,7 +1,5 @@
 """What a run leaves behind: whose weights, under which names, and what becomes of them when it goes on elsewhere."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys
@@ -12,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.service.own_task import own_spec
+from tests.service.own_task import own_spec, write_module
 from tests.service.records import run_of
-from tests.service.worker_factory import WorkerFactory, last_of, records, train
+from tests.service.worker_factory import Begin, WorkerFactory, last_of, records, train
 from triaccel_ray.records.checkpoint import load_checkpoint
 from triaccel_ray.records.events import End, TakenOverError
 from triaccel_ray.records.goal import Goal
@@ -24,12 +22,6 @@ from triaccel_ray.service.storage.layout import CHECKPOINT, MODEL
 from triaccel_ray.trainables.task import Purpose, Recipe
 
 PASSING = """
-import torch
-from torch import nn
-from {module} import Blobs
-from triaccel_ray.trainables.task import Splits, Task
-from triaccel_ray.data.sources import TensorSource
-
 
 class Tied(nn.Module):
     def __init__(self):
@@ -40,18 +32,16 @@ class Tied(nn.Module):
         self.register_buffer("scale", torch.full((), 3, dtype=torch.int64))
 
     def get_extra_state(self):
-        return {{"version": 2}}
+        return {"version": 2}
 
     def set_extra_state(self, state):
-        assert state == {{"version": 2}}
+        assert state == {"version": 2}
 
     def forward(self, x):
         return self.normed(self.first(x) + self.scale * self.second(x))
 
 
 class OfAllKinds(Blobs):
-    name = "of-all-kinds"
-
     def model(self):
         return Tied()
 
@@ -59,7 +49,7 @@ class OfAllKinds(Blobs):
 class Passing(Task):
     # learns y = 2 x and is judged by y = x: best halfway
     name = "passing"
-    metrics = {{}}
+    metrics = {}
     objective = "loss"
 
     def model(self):
@@ -81,18 +71,15 @@ BEST = 4
 
 
 @pytest.fixture
-def tasks(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a module with the two tasks above, and those of the other tests."""
-    name = f"{module}_trained"
-    (tmp_path / f"{name}.py").write_text(f"from {module} import *\n" + PASSING.format(module=module))
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    return name
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module with the two tasks above, too."""
+    return write_module(tmp_path, monkeypatch, PASSING)
 
 
-def passing(tasks: str, **settings: Any) -> RunSpec:
+def passing(module: str, **settings: Any) -> RunSpec:
     """A run whose weight goes from 0 to 2, and whose best is epoch BEST."""
     goal = Goal(name="loss", maximize=False, unit="")
-    spec = own_spec(f"{tasks}:Passing", goal=goal, keep="best", **settings)
+    spec = own_spec(f"{module}:Passing", goal=goal, keep="best", **settings)
     batch, curvature = replace(spec.control.batch, enabled=False), replace(spec.control.curvature, enabled=False)
     recipe = Recipe(epochs=7, lr=0.052, warmup_epochs=0.0)
     return replace(spec, recipe=recipe, control=replace(spec.control, batch=batch, curvature=curvature))
@@ -104,15 +91,12 @@ def weight(folder: Path) -> float:
 
 @pytest.mark.parametrize("method", ["triaccel", "amp"])
 @pytest.mark.parametrize("task", ["Pictures", "OfAllKinds"])
-def test_the_weights_are_the_models_own(
-    worker_factory: WorkerFactory, tasks: str, tmp_path: Path, task: str, method: str
-) -> None:
-    spec = own_spec(f"{tasks}:{task}", method=method, keep="last")
-    worker = train(worker_factory.start(spec, tmp_path))
+def test_the_weights_are_the_models_own(start: Begin, module: str, tmp_path: Path, task: str, method: str) -> None:
+    worker = train(start(task, method=method, keep="last"))
     assert not (tmp_path / MODEL).exists()
     worker.finish()
     assert last_of(tmp_path).kept_epoch == 3
-    model = getattr(sys.modules[tasks], task)().model()
+    model = getattr(sys.modules[module], task)().model()
     found = torch.load(tmp_path / MODEL, weights_only=True)
     assert list(found) == list(model.state_dict())
     assert {each.device.type for each in found.values() if isinstance(each, torch.Tensor)} == {"cpu"}
@@ -121,10 +105,8 @@ def test_the_weights_are_the_models_own(
         assert torch.equal(model.state_dict()[name], value) if isinstance(value, torch.Tensor) else value == found[name]
 
 
-def test_a_run_that_cannot_leave_its_weights_has_not_finished(
-    worker_factory: WorkerFactory, module: str, tmp_path: Path
-) -> None:
-    worker = train(worker_factory.start(own_spec(f"{module}:Blobs", keep="last"), tmp_path))
+def test_a_run_that_cannot_leave_its_weights_has_not_finished(start: Begin, tmp_path: Path) -> None:
+    worker = train(start(keep="last"))
     (tmp_path / MODEL).mkdir()
     with pytest.raises(IsADirectoryError):
         worker.finish()
@@ -134,26 +116,24 @@ def test_a_run_that_cannot_leave_its_weights_has_not_finished(
 
 @pytest.mark.parametrize(("purpose", "keep", "kept"), [(Purpose.SEARCH, None, None), (Purpose.FINAL, "last", 3)])
 def test_a_trial_leaves_no_weights_and_a_final_run_its_last(
-    worker_factory: WorkerFactory, module: str, tmp_path: Path, purpose: Purpose, keep: str | None, kept: int | None
+    start: Begin, tmp_path: Path, purpose: Purpose, keep: str | None, kept: int | None
 ) -> None:
-    train(worker_factory.start(own_spec(f"{module}:Blobs", purpose=purpose, keep=keep), tmp_path)).finish()
+    train(start(purpose=purpose, keep=keep)).finish()
     assert (last_of(tmp_path).kept_epoch, (tmp_path / MODEL).exists()) == (kept, kept is not None)
 
 
-@pytest.mark.parametrize(("maximize", "ascending"), [(True, (math.nan, 90.0, 91.0)), (False, (math.nan, 0.5, 0.4))])
-def test_the_better_epoch_is_the_earlier_of_equals_and_has_a_figure(
-    maximize: bool, ascending: tuple[float, ...]
-) -> None:
-    epochs = [run_of("run", accuracy=value).epochs[0] for value in ascending]
-    for (i, earlier), (j, later) in itertools.product(enumerate(epochs), repeat=2):
-        assert is_better(later, earlier, Goal(maximize=maximize, unit="")) == (j > i)
+def test_the_better_epoch_is_the_earlier_of_equals_and_has_a_figure() -> None:
+    for maximize, ascending in ((True, (math.nan, 90.0, 91.0)), (False, (math.nan, 0.5, 0.4))):
+        epochs = [run_of("run", accuracy=value).epochs[0] for value in ascending]
+        for (i, earlier), (j, later) in itertools.product(enumerate(epochs), repeat=2):
+            assert is_better(later, earlier, Goal(maximize=maximize, unit="")) == (j > i)
 
 
 @pytest.mark.parametrize("method", ["triaccel", "fp32"])
 def test_the_best_epochs_weights_are_there_at_once_and_stay(
-    worker_factory: WorkerFactory, tasks: str, tmp_path: Path, method: str
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, method: str
 ) -> None:
-    worker, kept, reached = worker_factory.start(passing(tasks, method=method), tmp_path), [], []
+    worker, kept, reached = worker_factory.start(passing(module, method=method), tmp_path), [], []
     while not worker.finished:
         worker.train_epoch()
         reached.append(worker.loop.model.weight.item())
@@ -170,9 +150,9 @@ def test_the_best_epochs_weights_are_there_at_once_and_stay(
     [(2, 1, "as it was"), (BEST - 1, 3, "torn"), (BEST, 2, "as it was"), (BEST + 2, 0, "gone")],
 )
 def test_a_run_that_goes_on_leaves_what_it_would_have_left(
-    worker_factory: WorkerFactory, tasks: str, tmp_path: Path, saved: int, lost: int, left: str
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, saved: int, lost: int, left: str
 ) -> None:
-    spec, folder = passing(tasks), tmp_path / "run"
+    spec, folder = passing(module), tmp_path / "run"
     train(worker_factory.start(spec, tmp_path / "whole")).finish()
     first = worker_factory.start(spec, folder)
     for _ in range(saved):
@@ -198,9 +178,9 @@ def test_a_run_that_goes_on_leaves_what_it_would_have_left(
 
 @pytest.mark.parametrize("keep", ["last", "best"])
 def test_a_process_that_outlives_its_run_writes_no_weights(
-    worker_factory: WorkerFactory, tasks: str, tmp_path: Path, keep: str
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, keep: str
 ) -> None:
-    spec = replace(passing(tasks), keep=keep)
+    spec = replace(passing(module), keep=keep)
     outliving = worker_factory.start(spec, tmp_path)
     outliving.train_epoch()
     outliving.checkpoint()
@@ -214,8 +194,8 @@ def test_a_process_that_outlives_its_run_writes_no_weights(
     assert not list(tmp_path.glob(".*.partial"))
 
 
-def test_a_checkpoint_holds_the_best_weights_once(worker_factory: WorkerFactory, tasks: str, tmp_path: Path) -> None:
-    worker, states = worker_factory.start(passing(tasks), tmp_path), []
+def test_a_checkpoint_holds_the_best_weights_once(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
+    worker, states = worker_factory.start(passing(module), tmp_path), []
     while not worker.finished:
         worker.train_epoch()
         worker.checkpoint()

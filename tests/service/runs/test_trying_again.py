@@ -1,25 +1,18 @@
 """What `triaccel resume` does with runs that failed by what was tried: never the same again in silence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from tests.service.build import SimulatedRun
+from tests.service.desk import Desk
 from tests.service.own_task import write_module
 from tests.service.records import FINAL_SPEC
 from tests.service.stores import runs
-from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import EVENTS, SPEC, write_value
 
 FITS_LATER = """
-from pathlib import Path
-
-import torch
-from {module} import Blobs, Failing
-
 
 class FitsLater(Blobs):
     def model(self):
@@ -29,10 +22,9 @@ class FitsLater(Blobs):
 """
 
 
-def test_a_run_that_diverged_is_not_trained_again(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_a_run_that_diverged_is_not_trained_again(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
     run = SimulatedRun(desk.storage / "wild")
-    run.start()
-    run.train(1)
+    run.start(epochs=1)
     run.end("failed", "non_finite", "the training loss of epoch 2 is nan")
     write_value(run.folder / SPEC, FINAL_SPEC)
     before = run.path.read_bytes()
@@ -45,17 +37,14 @@ def test_a_run_that_diverged_is_not_trained_again(desk: Desk, capsys: pytest.Cap
 
 
 def test_memory_that_was_freed_is_used_when_the_run_is_named(
-    desk: Desk,  # noqa: F811  # the fixture
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "later.py").write_text(FITS_LATER.format(module=write_module(tmp_path, monkeypatch)))
+    module = write_module(tmp_path, monkeypatch, FITS_LATER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     full = tmp_path / "full"
     full.touch()
     words = ("--methods", "amp", "--seeds", "1", "--epochs", "1", "--device", "cpu", "--name", "tight")
-    assert desk.type("compare", "later:FitsLater", *words) == 1
+    assert desk.type("compare", f"{module}:FitsLater", *words) == 1
     log = desk.storage / "tight" / "amp-seed0" / EVENTS
     before = log.read_bytes()
     assert read_run(log.parent).status == "failed (out_of_memory)"

@@ -1,10 +1,6 @@
-from __future__ import annotations
-
-import json
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,31 +10,17 @@ import torch
 
 from tests.build import same, values
 from tests.service.own_task import own_spec
-from tests.service.worker_factory import WorkerFactory, last_of, records, train
+from tests.service.worker_factory import Begin, WorkerFactory, last_of, records, train
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.memory import MIB
-from triaccel_ray.records.codec import decode
-from triaccel_ray.records.events import End, Epoch, Start, Tick
+from triaccel_ray.records.events import End, Epoch, Tick
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.failures import NonFiniteLossError
 from triaccel_ray.service.runs.building import fitted_control
 from triaccel_ray.service.runs.spec import RunSpec, run_spec
 from triaccel_ray.service.runs.worker import Worker
-from triaccel_ray.service.storage.layout import SPEC
+from triaccel_ray.service.storage.layout import SPEC, read_value
 from triaccel_ray.trainables.task import Purpose, Recipe
-
-Begin = Callable[..., Worker]
-
-
-@pytest.fixture
-def start(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> Begin:
-    """Begins a run of one of the tests' own tasks, in `tmp_path` unless it is to be elsewhere."""
-
-    def begin(task: str = "Blobs", *, folder: Path = tmp_path, **settings: Any) -> Worker:
-        return worker_factory.start(own_spec(f"{module}:{task}", **settings), folder)
-
-    return begin
 
 
 def test_the_seed_decides(start: Begin, tmp_path: Path) -> None:
@@ -109,7 +91,6 @@ def test_on_a_cpu_time_that_others_have_the_core_does_not_count(start: Begin, mo
     epoch = worker.train_epoch()
     waited = 0.1 * worker.loop.num_steps
     assert epoch.seconds > waited
-    assert epoch.typical_seconds is not None
     assert 0.0 < epoch.typical_seconds < epoch.seconds - 0.9 * waited
 
 
@@ -119,16 +100,14 @@ def test_the_log_tells_the_whole_run(start: Begin, tmp_path: Path) -> None:
     spec = worker.spec
     assert worker.log.ended
     first, *between, end = records(tmp_path)
-    assert isinstance(first, Start)
     assert first.control == fitted_control(spec, 160)
     assert (first.info["task"], first.info["method"], first.info["seed"]) == (spec.task, "dynamic-batch", "0")
     assert first.parameters["recipe.lr"] == 0.05
     assert first.parameters["memory_limit_bytes"] == worker.loop.memory.limit_bytes
     assert [record.epoch for record in between if isinstance(record, Epoch)] == [1, 2, 3]
     assert sum(isinstance(record, Tick) for record in between) == worker.loop.num_steps // first.control.every_steps
-    assert isinstance(end, End)
     assert end.status == "finished"
-    assert decode(RunSpec, json.loads((tmp_path / SPEC).read_text())) == spec
+    assert read_value(RunSpec, tmp_path / SPEC, "") == spec
 
 
 @pytest.mark.parametrize(
@@ -166,30 +145,21 @@ def test_the_budget_or_headroom_is_the_limit_and_one_below_the_idle_process_is_r
         start(memory_budget_bytes=2**20)
 
 
-@pytest.mark.parametrize(
-    ("epochs", "num_samples", "t_ctrl", "t_curv", "largest"),
-    [(1, 96, 1, 1, 96), (10, 960, 5, 20, 240), (100, 9600, 50, 200, 512)],
-)
-def test_intervals_and_batch_fit_a_short_run(
-    epochs: int, num_samples: int, t_ctrl: int, t_curv: int, largest: int
-) -> None:
-    spec = own_spec("digits", recipe=Recipe(epochs=epochs), control=ControlConfig())
-    control = fitted_control(spec, num_samples)
-    assert (control.every_steps, control.curvature.every_steps) == (t_ctrl, t_curv)
-    assert control.batch.maximum == largest
+def test_intervals_and_batch_fit_a_short_run() -> None:
+    expected = {1: (1, 1, 96), 10: (5, 20, 240), 100: (50, 200, 512)}
+    for epochs, intervals_and_largest_batch in expected.items():
+        spec = own_spec("digits", recipe=Recipe(epochs=epochs), control=ControlConfig())
+        control = fitted_control(spec, 96 * epochs)
+        found = (control.every_steps, control.curvature.every_steps, control.batch.maximum)
+        assert found == intervals_and_largest_batch
 
 
-def test_what_a_process_has_done_before_is_no_batchs_memory(tmp_path: Path) -> None:
-    taken = []
+def test_what_a_process_has_done_before_is_no_batchs_memory(worker_factory: WorkerFactory, tmp_path: Path) -> None:
+    spec, taken = replace(run_spec("digits"), memory_headroom_bytes=64 * MIB, device="cpu"), []
+    control = replace(spec.control, batch=replace(spec.control.batch, start=192, enabled=False))
+    spec = replace(spec, recipe=replace(spec.recipe, epochs=2), control=control)
     for number in range(2):
-        spec = replace(run_spec("digits"), memory_headroom_bytes=64 * MIB, device="cpu")
-        spec = replace(spec, recipe=replace(spec.recipe, epochs=2))
-        batch = replace(spec.control.batch, start=192, enabled=False)
-        worker = Worker(replace(spec, control=replace(spec.control, batch=batch)), tmp_path / str(number))
-        worker.resume()
-        for _ in range(2):
-            worker.train_epoch()
-        worker.close()
+        train(worker_factory.start(spec, tmp_path / str(number))).close()
         shares = [r.observation.memory for r in records(tmp_path / str(number)) if isinstance(r, Tick)]
         assert all(memory.limit_bytes - memory.idle_bytes == 64 * MIB for memory in shares)
         taken.append(max(memory.window_peak_bytes - memory.idle_bytes for memory in shares))
@@ -201,12 +171,10 @@ def test_a_worker_whose_loop_fails_while_it_closes_has_its_log_closed(tmp_path: 
     worker.resume()
     worker.fail(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
     log = worker.log._log
-    assert log is not None
 
     def broken() -> Any:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    assert isinstance(worker.loop, ControlLoop)
     worker.loop._pending.observing(broken, step=0)
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
         worker.close()

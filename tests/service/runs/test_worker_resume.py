@@ -1,7 +1,5 @@
 """Runs that go on after they were lost, and what must not be loaded."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -80,9 +78,8 @@ def cut(path: Path) -> None:
     ("torn", "epoch"), [((), 2), ((CHECKPOINT,), 1), ((CHECKPOINT, PREVIOUS), 0)], ids=["none", "newest", "both"]
 )
 def test_a_torn_checkpoint_is_never_loaded(
-    worker_factory: WorkerFactory, module: str, tmp_path: Path, torn: tuple[str, ...], epoch: int
+    worker_factory: WorkerFactory, spec: RunSpec, tmp_path: Path, torn: tuple[str, ...], epoch: int
 ) -> None:
-    spec = own_spec(f"{module}:Blobs")
     train(worker_factory.start(spec, tmp_path / "whole"))
     folder = tmp_path / "torn"
     lost(worker_factory, spec, folder, epochs=2)
@@ -103,8 +100,8 @@ def test_a_torn_checkpoint_is_never_loaded(
     assert not list(folder.glob("*.partial"))
 
 
-def test_every_interruption_stays_on_record(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
-    spec, began = own_spec(f"{module}:Blobs"), time.time()
+def test_every_interruption_stays_on_record(worker_factory: WorkerFactory, spec: RunSpec, tmp_path: Path) -> None:
+    began = time.time()
     lost(worker_factory, spec, tmp_path, epochs=1)
     for _ in range(2):  # lost again before the next checkpoint
         worker = worker_factory.build(spec, tmp_path)
@@ -124,7 +121,7 @@ def test_every_interruption_stays_on_record(worker_factory: WorkerFactory, modul
 
 
 def test_a_full_disk_or_device_does_not_pass_for_a_damaged_checkpoint(
-    worker_factory: WorkerFactory, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worker_factory: WorkerFactory, spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, value: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -132,7 +129,7 @@ def test_a_full_disk_or_device_does_not_pass_for_a_damaged_checkpoint(
     def exhausted(loop: ControlLoop, state: object) -> None:
         raise torch.OutOfMemoryError("no room for the state")
 
-    spec, folder = own_spec(f"{module}:Blobs"), tmp_path / "run"
+    folder = tmp_path / "run"
     lost(worker_factory, spec, folder, epochs=1)
     with monkeypatch.context() as patched:
         patched.setattr(record, "write_value", full)
@@ -148,9 +145,9 @@ def test_a_full_disk_or_device_does_not_pass_for_a_damaged_checkpoint(
 
 @pytest.mark.parametrize("log", ["shorter", "another run's"])
 def test_a_checkpoint_that_does_not_follow_its_log_is_not_loaded(
-    worker_factory: WorkerFactory, module: str, tmp_path: Path, log: str
+    worker_factory: WorkerFactory, spec: RunSpec, tmp_path: Path, log: str
 ) -> None:
-    spec, folder = own_spec(f"{module}:Blobs"), tmp_path / "run"
+    folder = tmp_path / "run"
     lost(worker_factory, spec, folder, epochs=2)
     lines = (folder / EVENTS).read_bytes().splitlines(keepends=True)
     if log == "shorter":
@@ -174,9 +171,8 @@ def test_a_run_that_begins_again_does_not_hold_two_models(
 
 
 def test_only_a_checkpoint_of_the_same_run_and_format_is_loaded(
-    worker_factory: WorkerFactory, module: str, tmp_path: Path
+    worker_factory: WorkerFactory, spec: RunSpec, tmp_path: Path
 ) -> None:
-    spec = own_spec(f"{module}:Blobs")
     lost(worker_factory, spec, tmp_path, epochs=1)
     state = load_checkpoint(tmp_path / CHECKPOINT)
     fields = json.loads(state["spec"])
@@ -200,9 +196,9 @@ def test_only_a_checkpoint_of_the_same_run_and_format_is_loaded(
 
 @pytest.mark.parametrize("step", ["train_epoch", "checkpoint", "stop"])
 def test_a_process_that_outlives_its_run_writes_nothing_more(
-    worker_factory: WorkerFactory, module: str, tmp_path: Path, step: str
+    worker_factory: WorkerFactory, spec: RunSpec, tmp_path: Path, step: str
 ) -> None:
-    spec, folder = own_spec(f"{module}:Blobs"), tmp_path / "run"
+    folder = tmp_path / "run"
     train(worker_factory.start(spec, tmp_path / "whole"))
     outliving = worker_factory.start(spec, folder)
     outliving.train_epoch()
@@ -224,9 +220,8 @@ def test_a_process_that_outlives_its_run_writes_nothing_more(
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_checkpoint_never_counts_the_end_of_a_run_that_is_cut_short(
-    worker_factory: WorkerFactory, module: str, tmp_path: Path, recorded: bool
+    worker_factory: WorkerFactory, spec: RunSpec, tmp_path: Path, recorded: bool
 ) -> None:
-    spec = own_spec(f"{module}:Blobs")
     lost(worker_factory, spec, tmp_path, epochs=1)
     worker = worker_factory.build(spec, tmp_path)
     worker.resume()

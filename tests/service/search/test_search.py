@@ -1,7 +1,5 @@
 """When a search may stop a trial, and how much memory its trials may take."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

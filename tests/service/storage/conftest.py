@@ -1,7 +1,5 @@
 """Machines that know of each other by a store alone: a folder behind a file:// URI, and a cache folder for each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

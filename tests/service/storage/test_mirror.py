@@ -1,9 +1,8 @@
 """Working copies of commands, and readers of a store."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.storage import mirror
 from triaccel_ray.service.storage.copies import PAGE_FILES
-from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, REPORT, SPEC
+from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, REPORT, SPEC, claiming_name
 from triaccel_ray.service.storage.mirror import mirrored, pull_all, require_unused, upload
 from triaccel_ray.service.storage.storage_path import StoragePath
 
@@ -32,10 +31,8 @@ def test_a_command_and_its_store_hold_the_same(machines: Machines, caplog: pytes
         write(there, {"trials.jsonl": "of somebody who does not know"})
         pull_all(place)  # another command here only looks
         assert held(place.folder)["trials.jsonl"] == "t0\n"
-        with (
-            pytest.raises(StoreError, match="another process of this machine works on it"),
-            mirrored(trial, patience_s=0),
-        ):
+        busy = "another process of this machine works on it"
+        with pytest.raises(StoreError, match=busy), mirrored(trial, patience_s=0):
             pass
     assert held(there / "trials" / "t0")["mlflow.json"] == "recorded"
     assert held(there) == {"search.json": "{}", EVENTS: "of the search\n", "trials.jsonl": "t0\n"}
@@ -102,6 +99,15 @@ def test_keys_that_lead_out_of_the_copy_are_left_in_the_store(machines: Machines
         write(machines.store / folder, {EVENTS: "1\n"})
     pull_all(machines.place)
     assert [path.parent.name for path in machines.place.folder.rglob(EVENTS)] == ["t0"]
+
+
+def test_of_two_commands_with_one_name_the_second_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    with claiming_name(folder):
+        with pytest.raises(ValueError, match=r"name = 'one': .* is empty: .* delete it then"), claiming_name(folder):
+            pass
+        assert folder.is_dir()
+    assert not folder.exists()  # nothing was begun
 
 
 @pytest.mark.parametrize("where", ["store", "working copy", "training folder"])

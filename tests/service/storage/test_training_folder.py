@@ -1,10 +1,9 @@
 """Runs that are trained on one machine and go on on another."""
 
-from __future__ import annotations
-
+import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import BinaryIO
 
 import pytest
@@ -15,9 +14,10 @@ from tests.service.local_trial import local_run, trained
 from tests.service.own_task import own_spec
 from tests.service.storage.conftest import Machines, held, write
 from tests.service.waiting import wait_until
-from triaccel_ray.records.events import EventLog, TakenOverError, read_events
+from triaccel_ray.records.events import EventLog, TakenOverError
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.runs.record import read_run
+from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.copies import WRITER
 from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, MODEL, PREVIOUS, SPEC
@@ -120,20 +120,17 @@ def test_a_reader_never_finds_what_is_written_last_ahead_of_the_other(
     here.open()
     write(here.path, {EVENTS: "", SPEC: "s"})
 
-    def append(name: str, number: int) -> None:
-        if name == EVENTS:
-            with (here.path / name).open("a") as log:
-                log.write(f"{number}\n")
-        else:
-            (here.path / "new").write_text(str(number))
-            (here.path / "new").replace(here.path / name)
-
     def train() -> None:
-        number = 0
+        numbers = itertools.count(1)
         while not stop.is_set():
-            number += 1
-            append(first, number)
-            append(last, number)
+            number = next(numbers)
+            for name in (first, last):
+                if name == EVENTS:
+                    with (here.path / name).open("a") as log:
+                        log.write(f"{number}\n")
+                else:
+                    (here.path / "new").write_text(str(number))
+                    (here.path / "new").replace(here.path / name)
 
     def push() -> None:
         while not stop.is_set():
@@ -147,38 +144,26 @@ def test_a_reader_never_finds_what_is_written_last_ahead_of_the_other(
         text = (machines.root / name).read_text()
         return len(text.splitlines()) if name == EVENTS else int(text)
 
-    threads = [threading.Thread(target=work) for work in (train, push)]
-    for thread in threads:
-        thread.start()
-    try:
-        wait_until((machines.kept / last).exists)
-        counts: set[int] = set()
+    def look() -> bool:
+        count = number_in(last)
+        assert number_in(first) >= count
+        counts.add(count)
+        return len(counts) >= 20
 
-        def look() -> bool:
-            count = number_in(last)
-            assert number_in(first) >= count
-            counts.add(count)
-            return len(counts) >= 20
-
-        wait_until(look)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+    counts: set[int] = set()
+    with ThreadPoolExecutor() as pool:
+        works = [pool.submit(train), pool.submit(push)]
+        try:
+            wait_until((machines.kept / last).exists)
+            wait_until(look)
+        finally:
+            stop.set()
+    assert [work.result() for work in works] == [None, None]
     here.close()
 
 
-@pytest.fixture
-def task(module: str) -> str:
-    return f"{module}:Blobs"
-
-
-def losses(log: Path) -> list[float]:
-    return [event.record.train_loss for event in read_events(log) if hasattr(event.record, "train_loss")]
-
-
-def test_a_run_goes_on_on_another_machine_and_equals_an_undisturbed_one(machines: Machines, task: str) -> None:
-    spec = own_spec(task, keep="best")
+def test_a_run_goes_on_on_another_machine_and_equals_an_undisturbed_one(machines: Machines, module: str) -> None:
+    spec = own_spec(f"{module}:Blobs", keep="best")
     trained(local_run(spec, StoragePath.of(machines.root / "whole")))
 
     machines.move_to("a")
@@ -191,16 +176,15 @@ def test_a_run_goes_on_on_another_machine_and_equals_an_undisturbed_one(machines
     second.cleanup()
     run = read_run(machines.kept)
     assert (run.status, [each.epoch for each in run.interruptions]) == ("finished", [1])
-    assert losses(machines.kept / EVENTS) == losses(machines.root / "whole" / EVENTS)
+    whole = read_run(machines.root / "whole")
+    assert [epoch.train_loss for epoch in run.epochs] == [epoch.train_loss for epoch in whole.epochs]
     assert (machines.kept / EVENTS).read_bytes() == (there.path / EVENTS).read_bytes()
-    kept, undisturbed = (torch.load(folder / MODEL) for folder in (machines.kept, machines.root / "whole"))
+    kept, undisturbed = (torch.load(folder / MODEL) for folder in (machines.kept, whole.folder))
     assert same(kept, undisturbed)
 
     before = {path.name: path.read_bytes() for path in machines.kept.iterdir()}
     machines.move_to("a")  # whose process is still alive
     first.step()
-    assert first._folder is not None
-    assert first._folder._pushing is not None
     first._folder._pushing._thread.join()
     result = first.step()
     assert result["done"]
@@ -210,13 +194,13 @@ def test_a_run_goes_on_on_another_machine_and_equals_an_undisturbed_one(machines
 
 
 def test_a_run_that_is_stopped_is_brought_to_the_store_unless_another_process_has_it(
-    machines: Machines, task: str
+    machines: Machines, spec: RunSpec
 ) -> None:
-    trial = local_run(own_spec(task), machines.place)
+    trial = local_run(spec, machines.place)
     trial.step()
     trial.cleanup()
     assert read_run(machines.kept).status == "stopped"
-    trial = local_run(own_spec(task), machines.place)
+    trial = local_run(spec, machines.place)
     trial.step()
     EventLog(machines.place.training_folder / EVENTS, keep=1).close()
     assert "another process has taken this run over" in trial.step()["message"]
@@ -239,14 +223,14 @@ def test_a_run_that_was_refused_has_not_used_its_name(machines: Machines) -> Non
 
 
 def test_a_traceback_is_in_the_store_as_long_as_its_failure_counts(machines: Machines, module: str) -> None:
-    spec, here = own_spec(f"{module}:Broken"), machines.move_to("a")
+    spec, here = own_spec(f"{module}:Mistaken"), machines.move_to("a")
     trained(local_run(spec, machines.place))
     assert read_run(machines.kept).status == "failed (bug)"
     (here.path / DAMAGED).write_text("set aside")
     here.push()
     machines.move_to("b")
     pull_all(machines.place)
-    assert "KeyError" in held(machines.place.folder)[ERROR]
+    assert "ValueError" in held(machines.place.folder)[ERROR]
     assert held(machines.place.folder)[DAMAGED] == "set aside"
     machines.move_to("a")
     here.open()
@@ -262,12 +246,11 @@ def test_a_traceback_is_in_the_store_as_long_as_its_failure_counts(machines: Mac
     assert read_run(machines.place.folder).status == "stopped"
 
 
-def test_a_store_out_of_reach_loses_nothing(machines: Machines, task: str) -> None:
+def test_a_store_out_of_reach_loses_nothing(machines: Machines, spec: RunSpec) -> None:
     here = machines.move_to("a")
-    trial = local_run(own_spec(task), machines.place)
+    trial = local_run(spec, machines.place)
     trial.step()
     wait_until((machines.kept / CHECKPOINT).exists)
-    assert trial._folder is not None
     trial._folder._patience_s = 0.3
     with machines.unreachable():
         trial.step()

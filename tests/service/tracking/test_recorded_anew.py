@@ -1,7 +1,5 @@
 """Logs that were cut back to a checkpoint, and what MLflow then holds."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.build import SimulatedRun
-from tests.service.stores import assert_arrived_once, assert_equals_log, history, only_run, ship
+from tests.service.stores import assert_equals_log, history, only_run, ship
 from triaccel_ray.service.tracking.shipper import Shipper
 from triaccel_ray.service.tracking.tracking import Tracker
 
@@ -28,8 +26,7 @@ def test_a_resumed_run_is_recorded_as_its_log_is_now(
             ship(sqlite_tracker, root, experiment)
 
     run = SimulatedRun(root / "trial")
-    run.start()
-    run.train(3)
+    run.start(epochs=3)
     look()
     first = only_run(sqlite_tracker, experiment)
     sqlite_tracker.client.set_tag(first.id, "mlflow.note.content", "looks good")
@@ -64,8 +61,7 @@ def test_a_crash_while_a_run_is_recorded_anew_leaves_one_run(
     sqlite_tracker: Tracker, root: Path, experiment: str, lost: str
 ) -> None:
     run = SimulatedRun(root / "trial")
-    run.start()
-    run.train(2)
+    run.start(epochs=2)
     ship(sqlite_tracker, root, experiment)
     note = root / "trial" / "mlflow.json"
     first = json.loads(note.read_text())
@@ -84,8 +80,7 @@ def test_a_run_whose_end_alone_was_cut_off_continues_its_own_unless_it_had_a_res
     sqlite_tracker: Tracker, root: Path, experiment: str
 ) -> None:
     run = SimulatedRun(root / "trial")
-    run.start()
-    run.train(2)
+    run.start(epochs=2)
     run.end("failed", "bug", "KeyError")
     ship(sqlite_tracker, root, experiment)
     first = only_run(sqlite_tracker, experiment)
@@ -113,8 +108,7 @@ def test_a_run_whose_end_alone_was_cut_off_continues_its_own_unless_it_had_a_res
 
 def test_a_run_that_begins_again_has_its_new_params(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
     run = SimulatedRun(root)
-    run.start()
-    run.train(1)
+    run.start(epochs=1)
     ship(sqlite_tracker, root, experiment)
     first = only_run(sqlite_tracker, experiment)
     lost = run.resume(keep=0)
@@ -126,4 +120,4 @@ def test_a_run_that_begins_again_has_its_new_params(sqlite_tracker: Tracker, roo
     found = only_run(sqlite_tracker, experiment)
     assert found.id != first.id
     assert (found.params["recipe.lr"], found.params["added"]) == ("0.2", "True")
-    assert_arrived_once(sqlite_tracker, found, 1)
+    assert_equals_log(sqlite_tracker, found, run.path)
