@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import many_gpus
+from benchmarks.architectures import compare
 from benchmarks.many_gpus import measure_link, predicted_ratio, spawned
 from benchmarks.search_overhead import Contender, faults, optuna_alone
 from benchmarks.tracking import Trainer
@@ -36,6 +37,13 @@ def test_epochs_are_recorded_where_that_is_asked_for(tmp_path: Path) -> None:
     (log,) = tmp_path.rglob("events.jsonl")
     records = [event.record for event in read_events(log)]
     assert [type(record) for record in records[1:]] == [Tick, Tick, Epoch]
+
+
+def test_a_model_of_transformers_trains_as_with_amp() -> None:
+    found = compare("ViT")
+    assert (found["layers"], found["faults"]) == (14, [])
+    assert found["differs"] < 0.02
+    assert found["loop"] < 0.68  # of ln 2 = 0.693: it has learned
 
 
 def test_one_gpu_is_not_compared_with_itself(
