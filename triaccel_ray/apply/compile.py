@@ -27,7 +27,8 @@ class Compilation:
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module] = (), *, batch_varies: bool = True) -> None:
-        _share_kernel_cache()
+        if torch.cuda.is_available():
+            share_kernel_cache()
         self.model, self._batch_varies = model, batch_varies
         self.blocks = tuple(blocks)
         """The blocks compiled one by one; empty if the model is compiled as a whole."""
@@ -74,16 +75,15 @@ class Compilation:
         self.blocks, self._compiled, self._whole = (), [], None
 
 
-def _share_kernel_cache() -> None:
+def share_kernel_cache() -> None:
     """Has Triton cache the kernels of Inductor and of this project in one folder, in this process and its children.
 
     Inductor sets another folder when it compiles its first kernel, but not when it loads one from its own cache. So the
     next process would not find this project's kernels that were compiled after that, and compile them again.
     """
-    if torch.cuda.is_available():
-        import triton
+    import triton
 
-        os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
+    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
 
 
 def _norms_and_embeddings_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
