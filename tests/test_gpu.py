@@ -89,7 +89,7 @@ def _config(**batch: object) -> ControlConfig:
         every_steps=5,
         max_overhead=1.0,
         precision=PrecisionConfig(tau_low=1e-6, tau_high=1e-3),
-        curvature=CurvatureConfig(every_steps=10, num_samples=16),
+        curvature=CurvatureConfig(every_steps=10, num_samples=16, alpha=0.01),
         batch=replace(BatchConfig(), **batch),  # type: ignore[arg-type]  # names checked by the dataclass
     )
 

@@ -52,19 +52,22 @@ def test_a_gpu_judges_parts_of_a_batch(batch_size: int, on_gpu: bool, beside_gra
 
 
 @pytest.mark.parametrize(
-    ("step_bytes", "largest", "sizes"),
+    ("step_bytes", "data_bytes", "largest", "sizes"),
     [
-        (1000, 20, [4, 20, 6]),
-        (1000, 16, [4, 16, 10]),
-        (500, 20, [4, 8, 8, 8, 2]),
-        (100, 20, [4] * 7 + [2]),
-        (0, 0, [4] * 7 + [2]),
+        (1000, 0, 20, [4, 20, 6]),
+        (1000, 0, 16, [4, 16, 10]),
+        (500, 0, 20, [4, 8, 8, 8, 2]),
+        (1000, 250, 20, [4, 8, 8, 8, 2]),
+        (100, 0, 20, [4] * 7 + [2]),
+        (1000, 700, 20, [4] * 7 + [2]),
+        (0, 0, 0, [4] * 7 + [2]),
     ],
 )
 def test_on_a_gpu_the_first_batch_tells_how_many_samples_fit(
-    step_bytes: int, largest: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+    step_bytes: int, data_bytes: int, largest: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triaccel_ray.apply.evaluate.peak_of_tensors", lambda device: nullcontext([100]))
+    peaks = iter([data_bytes, 100])
+    monkeypatch.setattr("triaccel_ray.apply.evaluate.peak_of_tensors", lambda device: nullcontext([next(peaks)]))
     inner, source = mlp(), CountingSource(*blobs(30))
     model = nn.Sequential(inner, Limited(30))
     result = evaluated(model, source, 4, largest=largest, step_bytes=step_bytes)

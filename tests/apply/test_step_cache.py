@@ -1,6 +1,7 @@
 """What the cache of captured steps decides, on the CPU: a pool runs what a GPU would capture."""
 
 import gc
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from tests.apply.fusible import Block, fused
 from tests.build import ONE, NoUpdate, RerunPool, Wired, blobs, cache_of, cross_entropy, mlp, step_of
 from triaccel_ray.apply.capture import MAX_GRAPHS, StepCache
+from triaccel_ray.apply.compile import Compilation
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.records.plan import Fault, FaultKind
 
@@ -69,7 +71,7 @@ class OnTheHost(TensorSource):
 
     num_batches = 0
     is_resident = False
-    third: Any = None
+    third: Any = staticmethod(lambda *batch: batch)
 
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         self.num_batches += 1
@@ -103,11 +105,45 @@ def test_a_batch_that_its_graph_cannot_read_is_made_eagerly_and_told(third: Any,
     assert cache.num_captured == cache.enabled
 
 
-def test_parts_of_batches_from_the_host_are_made_eagerly_and_told_once() -> None:
-    cache = cache_of(step_of(mlp(), OnTheHost(*blobs(16))), pool=RerunPool())
-    cache.step.set_num_micro_batches(2)
-    (fault,) = cache.run(ALL, ONE, step=0)
-    assert "captured from tensors on the device alone" in fault.detail
+def test_a_graph_reads_the_parts_of_batches_from_the_host() -> None:
+    gradients = []
+    for kind in (TensorSource, OnTheHost):
+        cache = cache_of(step_of(mlp(), kind(*blobs(32))), pool=RerunPool())
+        cache.step.set_num_micro_batches(2)
+        for step, start in enumerate([0, 8, 16]):
+            assert cache.run(torch.arange(start, start + 15), ONE, step=step) == ()
+        assert cache.num_captured == 1
+        gradients.append([parameter.grad for parameter in cache.step.model.parameters()])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0.0, atol=0.0)
+
+
+def test_a_wait_ends_capturing_only_if_the_capture_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "the host waits for the device (model.py:1)"
+    found = [text]
+    monkeypatch.setattr("triaccel_ray.apply.step.watched", lambda into, device: nullcontext(into.extend(found)))
+    cache, _, _ = cache_with()
+    assert [cache.run(ALL, ONE, step=step) for step in range(3)] == [(), (), ()]
+    assert cache.num_captured == 1
+    cache, _, _ = cache_with(RuntimeError("not permitted"))
+    faults = [fault for step in range(3) for fault in cache.run(ALL, ONE, step=step)]
+    assert [(fault.step, fault.detail) for fault in faults] == [(1, f"{text}; not permitted")]
+    found.append("a certain obstacle")
+    cache, pool, _ = cache_with()
+    assert [fault.detail for fault in cache.run(ALL, ONE, step=0)] == [f"{text}; a certain obstacle"]
+    assert pool.num_tried == 0
+
+
+def test_a_model_whose_blocks_cannot_be_captured_is_compiled_as_a_whole() -> None:
+    model = mlp()
+    cache, _, _ = cache_with(RuntimeError("not permitted"), model=model)
+    cache.step.compilation = compilation = Compilation(model, [model[0]])
+    compiled = []
+    model[0]._compiled_call_impl = model[0]._call_impl
+    compilation.compile_whole = lambda: compiled.append(compilation.remove())
+    faults = [fault for step in range(6) for fault in cache.run(ALL, ONE, step=step)]
+    assert [(fault.kind, fault.step) for fault in faults] == [(FaultKind.COMPILED, 2)]
+    assert faults[0].detail.endswith("not permitted")
+    assert len(compiled) == cache.num_captured == 1
 
 
 def test_a_capture_that_fails_otherwise_is_the_last() -> None:

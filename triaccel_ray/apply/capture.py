@@ -19,6 +19,7 @@ from triaccel_ray.apply.step import Step, StepOutcome
 from triaccel_ray.apply.step_in_backward import BucketedGradients
 from triaccel_ray.apply.step_kind import StepKind
 from triaccel_ray.config import ExecutionConfig
+from triaccel_ray.cuda.capture_checks import is_certain
 from triaccel_ray.cuda.graphs import Graph, GraphPool
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.stream_pool import PooledStream
@@ -49,8 +50,8 @@ class _Captured(NamedTuple):
     graph: Graph
     indices: Tensor
     """Input of a graph that gathers its batch on the device."""
-    batch: tuple[Any, Any] | None
-    """Input, in place of `indices`, of a graph whose batch comes from the host."""
+    parts: list[tuple[int, Any, Any]] | None
+    """Input, in place of `indices`, of a graph whose micro-batches come from the host: size, inputs and targets."""
     loss_sum: Tensor
     gradients: Gradients | BucketedGradients
     recorder: RegionRecorder | None
@@ -66,9 +67,9 @@ class StepCache:
 
     The first step of a kind runs eagerly, so that libraries choose their kernels. Eager and captured steps never hold
     memory at the same time: an eager step on a GPU drops all graphs. They are captured again at their next use. If a
-    step waits for the device, or its capture fails, all steps run eagerly: one fault reports it. If the capture runs
-    out of memory, steps of its kind run eagerly until memory is released: each attempt is a fault. Python state that
-    the forward pass changes is changed at captures but not at replays.
+    capture fails, all steps run eagerly: one fault reports it. If it runs out of memory, steps of its kind run eagerly
+    until memory is released: each attempt is a fault. Python state that the forward pass changes is changed at captures
+    but not at replays.
     """
 
     def __init__(
@@ -90,6 +91,8 @@ class StepCache:
         self._entries: OrderedDict[StepKind, _Captured] = OrderedDict()
         self._is_ready: dict[StepKind, bool] = {}
         """Kind of step that has run eagerly -> whether the next one is captured; False after a step that compiled."""
+        self._doubts: list[str] = []
+        """What a captured step may not repeat."""
         self._too_large: set[StepKind] = set()
         self._captured_dependencies: tuple[Any, ...] = ()
         self.pending_ms = 0.0
@@ -126,16 +129,14 @@ class StepCache:
         with self.on_stream(), self._autotuning():
             if not self.enabled or key in self._too_large:
                 return self._run_eagerly(key, indices, loss_scale, step).faults
-            if key.num_micro_batches > 1 and not self._source.is_resident:
-                text = "batches that pass in parts are captured from tensors on the device alone"
-                faults = self._unless_reported(key.capture_fault(step, text))
-                return (*faults, *self._run_eagerly(key, indices, loss_scale, step).faults)
             if self._entries and self._dependencies() != self._captured_dependencies:
                 self._pool.release()
                 self._is_ready.clear()
             if key not in self._entries and not self._is_ready.get(key):
                 return self._run_first(key, indices, loss_scale, step)
             fault = self._prepare(key, indices, loss_scale, step)
+            if fault is not None and self.enabled and key not in self._too_large:  # compiled in another way
+                return (fault, *self._run_first(key, indices, loss_scale, step))
             if fault is not None:
                 return (fault, *self._run_eagerly(key, indices, loss_scale, step).faults)
             entry = self._entries[key]
@@ -187,31 +188,34 @@ class StepCache:
         self._is_ready[key] = not compiles
         if compiles:
             return outcome.faults
-        obstacles = list(outcome.obstacles)
+        self._doubts = list(outcome.obstacles)
         if self._dependencies() != before:
-            obstacles.append("the step puts other tensors in place of parameters or buffers, which a replay would not")
-        if self.step.peers.ranks.any(bool(obstacles)) and not obstacles:
-            obstacles.append("the step of another rank cannot be captured")
-        if not obstacles:
-            return (*outcome.faults, *self.step.activations.exclude_random(step))
+            self._doubts.append("the step puts other tensors in place of parameters or buffers, as no replay would")
+        obstacles = list(filter(is_certain, self._doubts))
+        if self.step.peers.ranks.any(bool(obstacles)):
+            text = "; ".join(self._doubts) or "the step of another rank cannot be captured"
+            return (*outcome.faults, self._give_up(key, text, step))
+        return (*outcome.faults, *self.step.activations.exclude_random(step))
+
+    def _give_up(self, key: StepKind, why: str, step: int) -> Fault:
+        """Compiles the whole model in place of its blocks if that may help, or has steps run eagerly from now on."""
         compilation = self.step.compilation
         if not self.step.activations.storage and compilation is not None and compilation.blocks:
             compilation.compile_whole()  # compiled code between the blocks may avoid the obstacles
             self.step.activations = Activations({}, self._generator.device)  # the whole has no regions
             self._is_ready.clear()
-            text = f"{compilation}: {'; '.join(obstacles)}"
-            return (*outcome.faults, Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text))
+            return Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=f"{compilation}: {why}")
         self.enabled = False
-        return (*outcome.faults, key.capture_fault(step, "; ".join(obstacles)))
+        return key.capture_fault(step, why)
 
     def _prepare(self, key: StepKind, indices: Tensor, loss_scale: Tensor, step: int) -> Fault | None:
         """Captures the step, or copies the samples into its graph's inputs; returns a fault if that fails."""
         is_captured = key in self._entries
         try:
             # A batch gathered on the device cannot fail; any other may, on one rank alone.
-            with self.step.peers.agreeing(when=not is_captured or self._entries[key].batch is not None):
+            with self.step.peers.agreeing(when=not is_captured or self._entries[key].parts is not None):
                 if is_captured:
-                    self._fill(self._entries[key], indices)
+                    self._fill(self._entries[key], indices, key.batch_size)
                 else:
                     self._capture(key, indices, loss_scale)
             return None
@@ -227,34 +231,34 @@ class StepCache:
             self.step.activations.request_costs()
             self._too_large.add(key)  # until the pool is next released
             return key.capture_fault(step, detail, FaultKind.CAPTURE_OUT_OF_MEMORY)
+        if not is_captured:
+            return self._give_up(key, "; ".join([*self._doubts, detail]), step)
         self.enabled = False
         return key.capture_fault(step, detail)
 
-    def _fill(self, entry: _Captured, indices: Tensor) -> None:
-        if entry.batch is None:
+    def _fill(self, entry: _Captured, indices: Tensor, num_samples: int) -> None:
+        if entry.parts is None:
             entry.indices.copy_(indices, non_blocking=True)
             return
-        fresh = self._source.batch(indices, self._generator) if len(indices) else entry.batch
-        if _signature(fresh) != _signature(entry.batch):
-            raise NotCapturableError("batches of one size differ in their shapes or in what is no tensor")
-        for static, tensor in zip(tensors_in(entry.batch), tensors_in(fresh), strict=True):
-            static.copy_(tensor, non_blocking=True)
+        for static, fresh in zip(entry.parts, self.step.batches(indices, num_samples), strict=True):
+            if _signature(fresh) != _signature(static):
+                raise NotCapturableError("batches of one size differ in their shapes or in what is no tensor")
+            for place, tensor in zip(tensors_in(static), tensors_in(fresh), strict=True):
+                place.copy_(tensor, non_blocking=True)
 
     def _capture(self, key: StepKind, indices: Tensor, loss_scale: Tensor) -> None:
         """Captures the step on these samples and stores the graph; nothing is executed yet."""
         self.step.zero_grad()
         gradients, weights = self._new_gradients(), self.step.precision.weights
-        batch: Any = None if self._source.is_resident else ((), ())
-        if batch is not None and len(indices):
-            batch = map_tensors(torch.clone, self._source.batch(indices, self._generator))
+        parts: list[tuple[int, Any, Any]] | None = None
+        if not self._source.is_resident:
+            parts = [map_tensors(torch.clone, part) for part in self.step.batches(indices, key.batch_size)]
         static_indices = indices.clone()
         loss_sums: list[Tensor] = []
 
         def work() -> None:
             gradients.begin(publishes=False)
-            batches = self.step.batches(static_indices, key.batch_size)
-            if batch is not None:
-                batches = iter([(len(indices), *batch)] if len(indices) else [])
+            batches = self.step.batches(static_indices, key.batch_size) if parts is None else iter(parts)
             with self.step.peers.agreeing():
                 loss_sums.append(self.step.accumulate(batches, key.batch_size, loss_scale, is_captured=True))
             gradients.collect(weights.in_force, weights.sums)
@@ -268,7 +272,7 @@ class StepCache:
             gradients.drop()
         self.step.zero_grad()
         self._captured_dependencies = self._dependencies()
-        self._entries[key] = _Captured(graph, static_indices, batch, loss_sums[0], gradients, self.step.recorder)
+        self._entries[key] = _Captured(graph, static_indices, parts, loss_sums[0], gradients, self.step.recorder)
         if len(self._entries) > MAX_GRAPHS:
             self._pool.synchronize()
             oldest, _ = self._entries.popitem(last=False)
@@ -328,6 +332,6 @@ class StepCache:
             self.pending_ms += 1e3 * (time.perf_counter() - start)
 
 
-def _signature(batch: tuple[Any, Tensor]) -> Any:
+def _signature(batch: Any) -> Any:
     """Returns the batch with each tensor replaced by its shape and dtype: equal for all batches of a captured step."""
     return map_tensors(lambda tensor: (tensor.shape, tensor.dtype), batch)

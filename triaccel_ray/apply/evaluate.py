@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -92,11 +92,16 @@ def evaluate(
     faults: list[Fault] = []
     cursor = 0
     ranks = ranks or Ranks()
+
+    def peak() -> AbstractContextManager[list[int]]:
+        return peak_of_tensors(device) if largest > batch_size else nullcontext([0])
+
     modules = trained_modules(model, loss)
     with Agreement(ranks).agreeing(), preserved_modes(modules):
         for module in modules:
             module.eval()
-        source = as_source(data).to(device)
+        with peak() as held:
+            source = as_source(data).to(device)
         is_shared = not ranks.is_alone and not isinstance(source, IterableSource)
         first, every = (ranks.rank, ranks.world_size) if is_shared else (0, 1)
         if is_shared:
@@ -108,12 +113,12 @@ def evaluate(
                 at = device if source.is_resident else torch.device("cpu")
                 start = first + cursor * every
                 try:
-                    with peak_of_tensors(device) if largest > batch_size else nullcontext([0]) as peak:
+                    with peak() as taken:
                         indices = torch.arange(start, start + size * every, every, device=at)
                         totals = totals + evaluator(source, indices)
                     cursor += size
-                    if peak[0]:
-                        fitting = int(_SHARE_OF_STEP * step_bytes / peak[0]) * size
+                    if taken[0]:
+                        fitting = int((_SHARE_OF_STEP * step_bytes - held[0]) / taken[0]) * size
                         batch_size, largest = max(min(fitting, largest), batch_size), 0
                     continue
                 except (RuntimeError, MemoryError) as error:

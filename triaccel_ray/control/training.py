@@ -30,7 +30,6 @@ from triaccel_ray.config import ControlConfig, check_field, require
 from triaccel_ray.control.consensus import joined_ranks
 from triaccel_ray.control.update import TrainingUpdate
 from triaccel_ray.control.weight_form import CheckedTask, parameter_signal
-from triaccel_ray.cuda.capture_checks import watching_forward
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.cuda.stream_pool import PooledStream
 from triaccel_ray.data.sampler import Sampler
@@ -109,7 +108,7 @@ class Training:
             ranks=self.ranks if form.shares_optimizer else None,
         )
         source = source if is_delivered else delivered(source, self.device, data_on)
-        with self._on_stream(), watching_forward(model) as host_waits:
+        with self._on_stream():
             require_working(model, loss, source)
         self.statistics = RunningStatistics(model)
         self.sampler = Sampler(source, seed=seed, device=self.device, epochs=epochs, ranks=self.ranks)
@@ -121,7 +120,7 @@ class Training:
         self.faults: list[Fault] = []
         """Faults found while building the steps: how they are compiled, slower fallbacks, layers left unadapted."""
         self._stepper: StepInBackward | None = None
-        self.steps = self._build_steps(host_waits, buckets)
+        self.steps = self._build_steps(buckets)
         without_benefit = precisions_without_benefit(self.device.type, is_compiled=self.steps.step.is_compiled)
         withheld = {} if config.precision.allow_slow_precisions else without_benefit
         self.supported = [(layer.name, supported_precisions(layer, without=withheld)) for layer in self.layers]
@@ -160,8 +159,8 @@ class Training:
             if self.steps.step.compilation is not None:
                 stack.callback(self.steps.step.compilation.remove)
 
-    def _build_steps(self, host_waits: Sequence[str], buckets: Sequence[Sequence[int]] | None) -> StepCache:
-        """Returns the step cache; `host_waits` says why the host waits for the device in the model's forward pass.
+    def _build_steps(self, buckets: Sequence[Sequence[int]] | None) -> StepCache:
+        """Returns the step cache.
 
         On a GPU, the norms of a BatchNorm network are fused. A model without them, or not traceable, is compiled.
         """
@@ -181,7 +180,7 @@ class Training:
             parameters = [[watched[index] for index in bucket] for bucket in buckets]
             self._stepper = StepInBackward(parameters, weights, update.begin, update.take)
         reduction = None if self.ranks.is_alone else self._reduction(precision)
-        compilation = self._compile(host_waits) if compiles else None
+        compilation = self._compile() if compiles else None
         step = Step(
             self.model,
             self.loss,
@@ -231,24 +230,21 @@ class Training:
             )
             require(value in (plain, "auto") or not without_kernel_because(optimizer), name, value, rule)
 
-    def _compile(self, host_waits: Sequence[str]) -> Compilation | None:
+    def _compile(self) -> Compilation | None:
         """Returns the compilation of the model, or None if the user has compiled it; notes how and why."""
         if is_compiled(self.model):
             self._note(FaultKind.COMPILED, "compile", "the model is compiled already: it stays as it is")
             return None
-        blocks, reason = self._blocks_to_compile(host_waits)
+        blocks, reason = self._blocks_to_compile()
         compilation = Compilation(self.model, blocks, batch_varies=self._config.batch.enabled)
         self._note(FaultKind.COMPILED, "compile", f"{compilation}: {reason}")
         return compilation
 
-    def _blocks_to_compile(self, host_waits: Sequence[str]) -> tuple[tuple[nn.Module, ...], str]:
+    def _blocks_to_compile(self) -> tuple[tuple[nn.Module, ...], str]:
         """Returns the blocks to compile one by one, empty to compile the whole model, and the reason."""
         if self._config.execution.compile == "on":
             return (), "as asked"
-        blocks = repeated_blocks(self.model)
-        if blocks and host_waits and self._config.execution.activations in ("auto", "keep"):
-            return (), f"between its blocks {host_waits[0]}"
-        if blocks:
+        if blocks := repeated_blocks(self.model):
             return blocks, "its blocks repeat"
         if self._needs_regions and (regions := find_regions(self.model)):
             return tuple(regions.values()), "what becomes of their activations can be chosen"

@@ -11,11 +11,11 @@ import warnings
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from triaccel_ray.cuda.random_states import host_random_state
 
 _WAITS = "called a synchronizing CUDA operation"
+_HOST_WAITS = "the host waits for the device"
 _ON_ANOTHER_STREAM = "AccumulateGrad node's stream does not match"
 
 
@@ -36,26 +36,19 @@ def watched(obstacles: list[str], device: torch.device) -> Iterator[None]:
     obstacles.extend(reason for reason in dict.fromkeys(found) if reason not in obstacles)
 
 
-@contextlib.contextmanager
-def watching_forward(model: nn.Module) -> Iterator[list[str]]:
-    """Yields a list to which forward passes of a model on a GPU append their obstacles to capture."""
-    found: list[str] = []
-    device = next(model.parameters()).device
-    with contextlib.ExitStack() as hooks:
-        inside = hooks.enter_context(contextlib.ExitStack())
-        if device.type == "cuda":
-            before = model.register_forward_pre_hook(lambda *_: inside.enter_context(watched(found, device)))
-            after = model.register_forward_hook(lambda *_: inside.close(), always_call=True)
-            hooks.callback(before.remove)
-            hooks.callback(after.remove)
-        yield found
+def is_certain(obstacle: str) -> bool:
+    """Returns whether a capture is bound to fail or mislead.
+
+    A pass that waits may not do so while it is captured: models of transformers then look at no values of their masks.
+    """
+    return not obstacle.startswith(_HOST_WAITS)
 
 
 def _reason(warning: warnings.WarningMessage) -> str | None:
     """Returns the obstacle to capture that this warning reports; issues any other warning again."""
     text = str(warning.message)
     if _WAITS in text:
-        return f"the host waits for the device ({warning.filename}:{warning.lineno})"
+        return f"{_HOST_WAITS} ({warning.filename}:{warning.lineno})"
     if _ON_ANOTHER_STREAM in text:
         return "outputs or losses of an earlier pass are still held, and with them the stream of their gradients"
     warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

@@ -58,7 +58,7 @@ class GraphPool:
         handler: the error's traceback holds the attempt's tensors.
 
         Raises:
-            Exception: whatever `work`, PyTorch or CUDA raises.
+            Exception: whatever `work`, PyTorch or CUDA raises first.
         """
         try:
             graph = self._record(work, generators)
@@ -108,12 +108,19 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, generators: Sequence[torc
     for generator in generators:
         graph.register_generator_state(generator)
     gc.disable()
+    first: list[Exception] = []
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            yield
-    except Exception:  # whatever the captured code raises; it is raised on
+            try:
+                yield
+            except Exception as error:  # whatever the captured code raises
+                first.append(error)
+                raise
+    except Exception:
         torch.cuda.set_stream(outside)  # PyTorch 2.11 leaves the capturing one current
         _mend_after_broken_capture(outside.device, pool, generators)
+        if first:  # ending an aborted capture raises an error that does not say why
+            raise first[0] from None
         raise
     finally:
         if was_enabled:

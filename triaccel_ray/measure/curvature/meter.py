@@ -15,7 +15,7 @@ from torch import nn
 
 from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.cuda.allocator import peak_of_tensors
-from triaccel_ray.cuda.capture_checks import watched
+from triaccel_ray.cuda.capture_checks import is_certain, watched
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.random_states import preserved_random_states
@@ -118,6 +118,8 @@ class CurvatureMeter:
         """Why measurements cannot be replayed from a CUDA graph; empty while no reason is known."""
         self._bytes_of_two = 0
         """Peak bytes of the dry run on a GPU, which explores the model with two samples; 0 if not called."""
+        self._doubts: list[str] = []
+        """What a captured measurement may not repeat."""
         self._largest_chunk: int | None = None
         self._limits: Limits | None = None
         self._signature: Any = None
@@ -265,7 +267,7 @@ class CurvatureMeter:
             with self._measuring():
                 recording = _Recording(measure, samples, self._pool)
         except Exception as error:  # CUDA, PyTorch and the model may each raise errors of their own
-            reason, is_too_large = first_line(error), is_out_of_memory(error)
+            reason, is_too_large = "; ".join([*self._doubts, first_line(error)]), is_out_of_memory(error)
         else:
             self._enter(Stage.REPLAY, recording=recording)
             return
@@ -278,16 +280,18 @@ class CurvatureMeter:
 
         If memory runs out, the next measurement passes half as many samples at once.
         """
-        obstacles: list[str] = []
+        found: list[str] = []
         is_watched = self._stage is Stage.WATCH
         try:
-            with watched(obstacles, self._device) if is_watched else contextlib.nullcontext():
+            with watched(found, self._device) if is_watched else contextlib.nullcontext():
                 estimate = self._run(objective, generator)
         except BaseException as error:
             if is_out_of_memory(error):
                 chunk = objective.limits.chunk_samples or objective.num_samples
                 self._largest_chunk, self._limits = max(1, chunk // 2), None
             raise
+        self._doubts = found
+        obstacles = list(filter(is_certain, found))
         num_passes = self._method.num_passes(objective)
         if num_passes > _MAX_CAPTURED_PASSES:
             obstacles.append(f"a graph of {num_passes} passes of the model would take too much memory")
