@@ -17,6 +17,7 @@ from triaccel_ray.apply.divide import Divided
 from triaccel_ray.apply.offload import Excluding, Offloading, RegionWeights
 from triaccel_ray.apply.recompute import RecomputedRegion, Surroundings
 from triaccel_ray.apply.region_recorder import RegionCosts, RegionRecorder
+from triaccel_ray.apply.repeated_draws import RepeatedDraws
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.model.pytree import tensors_in
 from triaccel_ray.model.regions import Call, wrapped_calls
@@ -27,9 +28,9 @@ from triaccel_ray.records.signals import RegionSignal
 class Activations:
     """Stores what regions save as the plan says; gradients are bitwise the same in any storage.
 
-    Some regions keep their tensors instead, once one of these is found. A region that draws random numbers is not
-    recomputed in captured steps: a CUDA graph cannot draw the same numbers twice. Nor is one that writes into its
-    inputs, or computes something else when called again. A region that the host cannot pin memory for is not offloaded.
+    Some regions keep their tensors instead, once one of these is found. A region that writes into its inputs, or
+    computes something else when called again, is not recomputed. One that the host cannot pin memory for is not
+    offloaded.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class Activations:
         self._wanted: Mapping[str, Storage] = {}
         self._barred: set[tuple[str, Storage]] = set()
         self._recomputed: dict[str, RecomputedRegion] = {}
-        self._drawing: set[str] = set()
+        self.draws = RepeatedDraws(device)
+        """Random numbers of recomputed regions."""
         self._offloading: Offloading | None = None
         self._last_recomputed = ""
         """Name of the region last recomputed in this pass; empty before the first."""
@@ -108,7 +110,6 @@ class Activations:
     def learn(self, recorder: RegionRecorder, *, is_captured: bool = False) -> None:
         """Stores the costs that a pass has recorded; waits for the device."""
         assert self.costs is not None
-        self._drawing |= recorder.drawing
         self.costs.learn(recorder, is_captured=is_captured)
 
     def signals(self, num_samples: int, dtypes: tuple[torch.dtype, ...]) -> tuple[RegionSignal, ...]:
@@ -127,10 +128,9 @@ class Activations:
         )
 
     def exclude_random(self, step: int) -> tuple[Fault, ...]:
-        """Stops recomputing regions that drew random numbers on a GPU; returns a fault naming them, if any."""
-        drawing = self._drawing | {name for name, region in self._recomputed.items() if region.draws}
-        why = "captured steps (`capture`) cannot draw random numbers twice the same"
-        return self._bar(drawing, Storage.RECOMPUTE, why, step)
+        """Stops recomputing, because a replay drew other random numbers than the eager pass; returns a fault."""
+        why = "captured steps draw other random numbers than eager ones, so that the same cannot be drawn again"
+        return self._bar(self.regions, Storage.RECOMPUTE, why, step)
 
     def exclude_failed(self, error: BaseException, step: int) -> tuple[Fault, ...]:
         """Stops recomputing regions that cannot be, if `error` stems from them; returns a fault, if so."""
@@ -178,7 +178,7 @@ class Activations:
         }
         for name, each in self.storage.items():
             if each is Storage.RECOMPUTE and name not in self._recomputed:
-                self._recomputed[name] = RecomputedRegion(self.regions[name])
+                self._recomputed[name] = RecomputedRegion(self.regions[name], self.draws)
         if self._offloading is None and Storage.OFFLOAD in self.storage.values():
             self._offloading = Offloading(self._device)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from triaccel_ray.apply.activations import Activations
 from triaccel_ray.apply.agreement import NotCapturableError
+from triaccel_ray.apply.compile import is_compile_error
 from triaccel_ray.apply.region_recorder import RegionRecorder
 from triaccel_ray.apply.step import Step, StepOutcome
 from triaccel_ray.apply.step_in_backward import BucketedGradients
@@ -141,12 +142,13 @@ class StepCache:
                 return (fault, *self._run_eagerly(key, indices, loss_scale, step).faults)
             entry = self._entries[key]
             self._entries.move_to_end(key)
-            entry.graph.replay()
+            with self.step.activations.draws.of_replay(self.step.kind(key.batch_size)) as draws_the_same:
+                entry.graph.replay()
             if entry.recorder is not None and not entry.recorder.is_read:
                 self.step.activations.learn(entry.recorder, is_captured=True)
             if not self._update.is_capturable:
                 self._update.run(entry.loss_sum, key.batch_size, entry.gradients)
-        return ()
+            return () if all(draws_the_same) else self.step.activations.exclude_random(step)
 
     def _unless_reported(self, fault: Fault) -> tuple[Fault, ...]:
         """Returns the fault, unless one of its kind has been returned here before."""
@@ -195,7 +197,7 @@ class StepCache:
         if self.step.peers.ranks.any(bool(obstacles)):
             text = "; ".join(self._doubts) or "the step of another rank cannot be captured"
             return (*outcome.faults, self._give_up(key, text, step))
-        return (*outcome.faults, *self.step.activations.exclude_random(step))
+        return outcome.faults
 
     def _give_up(self, key: StepKind, why: str, step: int) -> Fault:
         """Compiles the whole model in place of its blocks if that may help, or has steps run eagerly from now on."""
@@ -224,6 +226,8 @@ class StepCache:
             if is_captured and not is_too_large and not isinstance(error, NotCapturableError):
                 raise  # an error of the data source
             detail = first_line(error)
+            if is_compile_error(error):
+                detail = "the model runs other code while it is captured, which would have to be compiled"
         # Outside the handler: the traceback no longer holds the attempt's tensors.
         self.step.zero_grad()
         self._pool.release()
@@ -255,18 +259,20 @@ class StepCache:
             parts = [map_tensors(torch.clone, part) for part in self.step.batches(indices, key.batch_size)]
         static_indices = indices.clone()
         loss_sums: list[Tensor] = []
+        kind = self.step.kind(key.batch_size)
 
         def work() -> None:
             gradients.begin(publishes=False)
             batches = self.step.batches(static_indices, key.batch_size) if parts is None else iter(parts)
-            with self.step.peers.agreeing():
+            with self.step.peers.agreeing(), self.step.activations.draws.of_pass(kind, is_captured=True):
                 loss_sums.append(self.step.accumulate(batches, key.batch_size, loss_scale, is_captured=True))
             gradients.collect(weights.in_force, weights.sums)
             if self._update.is_capturable:
                 self._update.run(loss_sums[0], key.batch_size, gradients)
 
         with self._timed():
-            graph = self._pool.capture(work, generators=[self._generator])
+            twins = self.step.activations.draws.twins(kind)
+            graph = self._pool.capture(work, generators=[self._generator, *twins])
         gradients.publish()
         if self._update.is_capturable:
             gradients.drop()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from triaccel_ray.apply.repeated_draws import RepeatedDraws
 from triaccel_ray.cuda.random_states import preserved_random_states, random_states, set_random_states
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 from triaccel_ray.model.regions import Call
@@ -28,11 +29,9 @@ class RecomputedRegion:
     random numbers, uses the same autocast, and leaves running statistics alone.
     """
 
-    def __init__(self, region: nn.Module) -> None:
-        self._region = region
+    def __init__(self, region: nn.Module, draws: RepeatedDraws) -> None:
+        self._region, self._draws = region, draws
         self._scratch: list[_Scratch] | None = None  # taken at the first call, an eager one, once memory is there
-        self.draws = False
-        """Whether a call drew random numbers on a GPU, which a CUDA graph cannot draw twice the same."""
         self.overwrites = False
         """Whether a call wrote into its inputs, so that the backward pass fails."""
 
@@ -42,6 +41,7 @@ class RecomputedRegion:
         on_gpu = torch.cuda.is_initialized()
         is_captured = on_gpu and torch.cuda.is_current_stream_capturing()
         before = None if is_captured else random_states(cuda=on_gpu)
+        twin = self._draws.next_twin() if is_captured else None
         frozen = map_tensors(lambda tensor: tensor, (args, kwargs))  # lists may have grown by the time it is recomputed
         inputs = tensors_in(frozen)
         versions = [tensor._version for tensor in inputs]
@@ -62,17 +62,17 @@ class RecomputedRegion:
                 if before is not None:
                     stack.enter_context(preserved_random_states(cuda=on_gpu))
                     set_random_states(before)
+                stack.enter_context(self._draws.drawing_from(twin))
                 yield
 
-        outputs = checkpoint(
-            run,
-            *inputs,
-            use_reentrant=False,
-            preserve_rng_state=False,  # captured steps cannot, others do so above
-            context_fn=lambda: (contextlib.nullcontext(), recomputing()),
-        )
-        if before and before["cuda"] and not all(map(torch.equal, before["cuda"], torch.cuda.get_rng_state_all())):
-            self.draws = True
+        with contextlib.nullcontext() if is_captured else self._draws.of_call():
+            outputs = checkpoint(
+                run,
+                *inputs,
+                use_reentrant=False,
+                preserve_rng_state=False,  # captured steps cannot, others do so above
+                context_fn=lambda: (contextlib.nullcontext(), recomputing()),
+            )
         if [tensor._version for tensor in inputs] != versions:
             self.overwrites = True
         return outputs

@@ -77,12 +77,8 @@ class _RecordedCall:
                 self._count(tensor, counting)
                 return keep(tensor)
 
-            before = _random_states()
             with torch.autograd.graph.saved_tensors_hooks(pack, give):
-                outputs = call(*args, **kwargs)
-            if not all(map(torch.equal, before, _random_states())):
-                self._recorder.drawing.add(self.name)
-            return outputs
+                return call(*args, **kwargs)
 
         return counted
 
@@ -116,8 +112,6 @@ class RegionRecorder:
         self._events: list[Any] = []  # a captured graph reads all of them, those of replaced marks as well
         self.sizes: dict[str, tuple[int, int, int]] = {}
         """Region -> bytes saved, of inputs, and that can be moved; known after `finish`, if counted."""
-        self.drawing: set[str] = set()
-        """Regions that drew random numbers on a GPU, if counted."""
         self.is_read = False
         """Whether the times have been read."""
 
@@ -167,12 +161,6 @@ class RegionRecorder:
             sizes[call.name] = saved, inputs, movable
             later |= call.inputs.keys() & call.saved.keys()
         return dict(reversed(sizes.items()))
-
-
-def _random_states() -> list[Tensor]:
-    """Returns the states of the GPUs' generators; none while a step is captured, when they cannot be read."""
-    is_readable = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
-    return torch.cuda.get_rng_state_all() if is_readable else []
 
 
 def _milliseconds(first: Any, last: Any) -> float:

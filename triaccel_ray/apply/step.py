@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +108,11 @@ class Step:
         """Whether passes run code from `torch.compile`, ours or the user's."""
         return self.compilation is not None or self._is_compiled_by_user
 
+    def kind(self, num_samples: int) -> Hashable:
+        """Returns what determines the calls that a pass of so many samples makes, as the step is set now."""
+        stored = tuple(self.activations.storage.items())
+        return num_samples, self.num_micro_batches, self.min_micro_batch_size, self.precision.key, stored
+
     def region_costs(self, batch_size: int) -> tuple[int, tuple[RegionSignal, ...]]:
         """Returns the size of a batch's micro-batches, and the regions' costs in a pass of one; empty if not known.
 
@@ -147,7 +152,8 @@ class Step:
             num_parts = self._num_parts(num_samples)
             self.zero_grad()
             try:
-                with self.peers.agreeing():
+                draws = self.activations.draws.of_pass(self.kind(num_samples), is_captured=False)
+                with self.peers.agreeing(), draws:
                     parts = self.batches(indices, num_samples)
                     loss_sum = self.accumulate(parts, num_samples, loss_scale, obstacles if watch else None)
                 faults = feature_faults + memory_faults + self._learn(step)
