@@ -92,7 +92,8 @@ class ControlLoop(EpochLoop):
         """Optimizer steps done, including skipped ones, and ticks done."""
         try:
             self._epoch, self.timer = EpochProgress(self.device, training.loss_sums[0]), StepTimer(self.device)
-            profile = ProfileMeter(model, self.device, training.steps.step.region_costs)
+            step = training.steps.step
+            profile = ProfileMeter(model, self.device, step.region_costs, step.accumulation_bytes)
             self.sensors = Sensors(
                 training.supported, training.moments, self.memory, self.timer, training.loss_sums[1], profile
             )

@@ -122,12 +122,13 @@ def test_recomputation_does_not_count_as_backward_time(monkeypatch: pytest.Monke
 def test_a_profile_is_there_once_costs_are_known(norm: nn.Module) -> None:
     model = nn.Sequential(*perceptron()[:4], norm, nn.Linear(24, 4))
     step = recorded(model)
-    meter = ProfileMeter(model, CPU, step.region_costs)
+    meter = ProfileMeter(model, CPU, step.region_costs, step.accumulation_bytes)
     assert meter.read(16) is None
     for index in range(2):
         step.run(ALL, ONE, step=index)
     profile: Any = meter.read(16)
     assert (profile.regions, profile.micro_batch_size) == (signals(step), 16)
     assert profile.can_split == isinstance(norm, nn.LayerNorm)
+    assert profile.accumulation_bytes == max(parameter.nbytes for parameter in model.parameters())
     assert profile.to_host_bytes_per_ms == profile.to_device_bytes_per_ms == 0.0
     assert meter.read(8) is None

@@ -118,7 +118,8 @@ def profiles(draw: st.DrawFn) -> MemoryProfile:
         regions.append(region(f"r{index}", saved_bytes=saved, **smaller, **ms))
     rates = ("to_host_bytes_per_ms", "to_device_bytes_per_ms")
     bandwidth = {name: draw(st.sampled_from([0.0, 50.0, 500.0])) for name in rates}
-    return profile_of(*regions, micro_batch_size=draw(st.integers(1, 16)), can_split=draw(st.booleans()), **bandwidth)
+    others = {"can_split": draw(st.booleans()), "accumulation_bytes": draw(st.sampled_from([0, 100, 1000]))}
+    return profile_of(*regions, micro_batch_size=draw(st.integers(1, 16)), **others, **bandwidth)
 
 
 @given(profiles(), st.data())
@@ -221,6 +222,19 @@ def test_bytes_that_the_model_does_not_know_follow_the_size_of_the_micro_batch()
     assert (chosen.num_micro_batches, len(chosen.storage)) == (2, 0)
     all_kept = cheapest_plan(ALIKE, measured, budget_bytes=measured.peak_bytes + 260, changeable="abcd")
     assert (all_kept.num_micro_batches, len(all_kept.storage)) == (1, 0)
+
+
+def test_micro_batches_need_memory_for_the_sums_of_their_gradients():
+    profile, measured = replace(ALIKE, accumulation_bytes=150), measured_of(ALIKE, 8, pass_ms=0.9)
+    assert predict(profile, measured, {}, 1).peak_bytes == measured.peak_bytes
+    assert predict(profile, measured, {}, 2).peak_bytes == measured.peak_bytes - 220 + 150
+    in_parts = measured_of(ALIKE, 8, parts=2)
+    assert predict(profile, in_parts, {}, 4).peak_bytes == in_parts.peak_bytes - 110
+    assert predict(profile, in_parts, {}, 1).peak_bytes == in_parts.peak_bytes + 220 - 150
+    for sums, parts in ((0, 2), (250, 1)):
+        known = replace(profile, accumulation_bytes=sums)
+        chosen = cheapest_plan(known, measured, budget_bytes=measured.peak_bytes - 100, changeable="abcd")
+        assert chosen.num_micro_batches == parts
 
 
 def test_without_a_step_time_the_plan_is_the_same_and_no_time_is_predicted():

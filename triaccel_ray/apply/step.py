@@ -122,6 +122,19 @@ class Step:
         size, own_size = (-(-number // self.num_micro_batches) for number in (batch_size, share))
         return size, self.activations.signals(own_size, self.precision.key)
 
+    def accumulation_bytes(self) -> int:
+        """Returns the bytes that sums of gradients over micro-batches take beside the gradients of one.
+
+        Gradients in 16 bits are summed in FP32. Others are added to the sum one by one, unless each is otherwise
+        dropped before the next one exists (step in backward).
+        """
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        if self.stepper is not None:
+            return sum(4 * parameter.numel() for parameter in trained)
+        low = self.precision.weights.in_force
+        summed = sum(4 * parameter.numel() for parameter in trained if id(parameter) in low)
+        return summed + max((parameter.nbytes for parameter in trained if id(parameter) not in low), default=0)
+
     def set_num_micro_batches(self, num_micro_batches: int, min_micro_batch_size: int = 1) -> None:
         """Sets the number of micro-batches that each batch is split into from now on.
 

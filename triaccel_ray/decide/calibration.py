@@ -56,8 +56,9 @@ def _bytes_per_sample(observation: Observation, profile: MemoryProfile, other: P
     if other is None or other.batch_size != plan.batch_size:
         return 0
     further = plan.micro_batch_size - -(-plan.batch_size // other.stored.num_micro_batches)
+    further_sums = (plan.num_micro_batches > 1) - (other.stored.num_micro_batches > 1)
     beyond = observation.memory.window_peak_bytes - bytes_of(profile, Stored.under(plan), plan)
-    other_beyond = other.peak_bytes - bytes_of(profile, other.stored, plan)
+    other_beyond = other.peak_bytes - bytes_of(profile, other.stored, plan) + further_sums * profile.accumulation_bytes
     return max(math.ceil((beyond - other_beyond) / further), 0) if further else 0
 
 

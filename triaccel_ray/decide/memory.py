@@ -125,7 +125,7 @@ def predict(
     old = measured.plan
     now = modelled_bytes(profile, old.storage, old.micro_batch_size)
     new = modelled_bytes(profile, storage, -(-old.batch_size // num_micro_batches))
-    new += _beyond_model_bytes(measured, num_micro_batches)
+    new += _beyond_model_bytes(profile, measured, num_micro_batches)
     ms = measured.step_ms
     if ms is not None:
         ms += measured.pass_ms * (num_micro_batches - old.num_micro_batches)
@@ -166,7 +166,7 @@ def cheapest_plan(
         least_ms = base_ms + measured.pass_ms * parts
         if found and (least_ms >= min(found)[0] or found[0][0] <= share * least_ms):
             break  # more parts are slower, or not faster by enough
-        bound = room - _beyond_model_bytes(measured, parts)
+        bound = room - _beyond_model_bytes(profile, measured, parts)
         bound = bound if most_bytes is None else min(bound, most_bytes)
         cheapest = _cheapest(regions, choices, bound * profile.micro_batch_size // -(-plan.batch_size // parts))
         if cheapest is None:
@@ -209,10 +209,12 @@ def _base_ms(profile: MemoryProfile, measured: Measured) -> float:
     return max(measured.step_ms - measured.pass_ms * plan.num_micro_batches - stored_ms, 0.0)
 
 
-def _beyond_model_bytes(measured: Measured, num_micro_batches: int) -> int:
-    """Returns what another number of micro-batches adds to the peak beyond the model, as measured."""
+def _beyond_model_bytes(profile: MemoryProfile, measured: Measured, num_micro_batches: int) -> int:
+    """Returns what another number of micro-batches adds to the peak beyond the model: sums, and what was measured."""
     plan = measured.plan
-    return measured.bytes_per_sample * (-(-plan.batch_size // num_micro_batches) - plan.micro_batch_size)
+    further_samples = -(-plan.batch_size // num_micro_batches) - plan.micro_batch_size
+    further_sums = (num_micro_batches > 1) - (plan.num_micro_batches > 1)
+    return profile.accumulation_bytes * further_sums + measured.bytes_per_sample * further_samples
 
 
 def _regions(profile: MemoryProfile) -> list[_Region]:

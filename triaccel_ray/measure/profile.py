@@ -22,8 +22,10 @@ Costs = Callable[[int], tuple[int, tuple[RegionSignal, ...]]]
 class ProfileMeter:
     """Reads the memory profile at ticks, once the costs of regions are known for the micro-batch of now."""
 
-    def __init__(self, model: nn.Module, device: torch.device, costs: Costs) -> None:
-        self._model, self._device, self._costs = model, device, costs
+    def __init__(
+        self, model: nn.Module, device: torch.device, costs: Costs, accumulation_bytes: Callable[[], int]
+    ) -> None:
+        self._model, self._device, self._costs, self._accumulation_bytes = model, device, costs, accumulation_bytes
         self._bandwidth = 0.0, 0.0
 
     def read(self, batch_size: int) -> MemoryProfile | None:
@@ -43,6 +45,7 @@ class ProfileMeter:
             to_host_bytes_per_ms=to_host,
             to_device_bytes_per_ms=to_device,
             can_split=not any(isinstance(each, _BatchNorm) and each.training for each in self._model.modules()),
+            accumulation_bytes=self._accumulation_bytes(),
         )
 
 

@@ -101,6 +101,8 @@ class MemoryProfile:
     """Bandwidth from pinned host memory to the device."""
     can_split: bool = True
     """Whether micro-batches compute the same as the whole batch: not with batch normalization."""
+    accumulation_bytes: int = 0
+    """Bytes that sums of gradients over micro-batches take beside the gradients of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
