@@ -43,6 +43,8 @@ def run(args: argparse.Namespace, budget_mib: int | None) -> dict[str, Any]:
     data = Samples(job) if isinstance(job.inputs, dict) else (job.inputs, job.targets)
     config = ControlConfig(
         every_steps=EVERY_STEPS,
+        weights="auto",
+        step_in_backward="auto",
         batch=BatchConfig(enabled=False, minimum=size, start=size, maximum=max(size, 512)),
         precision=PrecisionConfig(enabled=False, initial=Precision(args.precision)),
         curvature=CurvatureConfig(enabled=False),

@@ -340,15 +340,11 @@ class CurvatureMeter:
             self._method.vectors = vectors
 
     def _objective(self, inputs: Any, targets: Any) -> Objective:
+        on_gpu = self._device.type == "cuda"
         return Objective(
-            model=self._model,
-            loss=self._loss,
-            inputs=inputs,
-            targets=targets,
-            planned_samples=self._num_samples,
-            limits=self._limits or Limits(),
-            allow_tf32=self._device.type == "cuda",
-        )
+            model=self._model, loss=self._loss, inputs=inputs, targets=targets, planned_samples=self._num_samples,
+            limits=self._limits or Limits(), allow_tf32=on_gpu,
+        )  # fmt: skip
 
     def _measuring(self) -> contextlib.AbstractContextManager[None]:
         return measuring(self._model, self._loss, strict_fp32=self._name != "hessian")
