@@ -129,6 +129,6 @@ def test_a_profile_is_there_once_costs_are_known(norm: nn.Module) -> None:
     profile: Any = meter.read(16)
     assert (profile.regions, profile.micro_batch_size) == (signals(step), 16)
     assert profile.can_split == isinstance(norm, nn.LayerNorm)
-    assert profile.accumulation_bytes == max(parameter.nbytes for parameter in model.parameters())
+    assert profile.accumulation_bytes == sum(parameter.nbytes for parameter in model.parameters())
     assert profile.to_host_bytes_per_ms == profile.to_device_bytes_per_ms == 0.0
     assert meter.read(8) is None

@@ -12,6 +12,7 @@ from tests.apply.fusible import Block, fused
 from tests.build import ONE, NoUpdate, RerunPool, Wired, blobs, cache_of, cross_entropy, mlp, step_of
 from triaccel_ray.apply.capture import MAX_GRAPHS, StepCache
 from triaccel_ray.apply.compile import Compilation
+from triaccel_ray.cuda.capture_checks import Obstacle
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.records.plan import Fault, FaultKind
 
@@ -119,7 +120,7 @@ def test_a_graph_reads_the_parts_of_batches_from_the_host() -> None:
 
 def test_a_wait_ends_capturing_only_if_the_capture_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "the host waits for the device (model.py:1)"
-    found = [text]
+    found = [Obstacle(text, is_certain=False)]
     monkeypatch.setattr("triaccel_ray.apply.step.watched", lambda into, device: nullcontext(into.extend(found)))
     cache, _, _ = cache_with()
     assert [cache.run(ALL, ONE, step=step) for step in range(3)] == [(), (), ()]
@@ -127,7 +128,7 @@ def test_a_wait_ends_capturing_only_if_the_capture_fails(monkeypatch: pytest.Mon
     cache, _, _ = cache_with(RuntimeError("not permitted"))
     faults = [fault for step in range(3) for fault in cache.run(ALL, ONE, step=step)]
     assert [(fault.step, fault.detail) for fault in faults] == [(1, f"{text}; not permitted")]
-    found.append("a certain obstacle")
+    found.append(Obstacle("a certain obstacle"))
     cache, pool, _ = cache_with()
     assert [fault.detail for fault in cache.run(ALL, ONE, step=0)] == [f"{text}; a certain obstacle"]
     assert pool.num_tried == 0

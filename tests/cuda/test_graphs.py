@@ -1,4 +1,5 @@
 import gc
+import weakref
 
 import pytest
 import torch
@@ -40,6 +41,30 @@ def test_without_a_gpu_nothing_can_be_captured_and_a_release_does_nothing() -> N
     pool.synchronize()
     pool.release()
     assert pool.handle is None
+
+
+@pytest.mark.gpu
+def test_an_aborted_capture_raises_its_first_error_and_holds_nothing() -> None:
+    pool, made = GraphPool(torch.device("cuda")), []
+
+    def work() -> None:
+        values = torch.ones(8, device="cuda")
+        made.append(weakref.ref(values))
+        values.sum().item()
+
+    gc.collect()
+    gc.disable()
+    try:
+        text = ""
+        try:
+            pool.capture(work)
+        except RuntimeError as error:
+            text = str(error)
+        assert "not permitted when stream is capturing" in text
+        assert made[0]() is None
+    finally:
+        gc.enable()
+    pool.release()
 
 
 @pytest.mark.gpu

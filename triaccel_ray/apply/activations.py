@@ -16,8 +16,9 @@ from torch.utils.checkpoint import CheckpointError
 from triaccel_ray.apply.divide import Divided
 from triaccel_ray.apply.offload import Excluding, Offloading, RegionWeights
 from triaccel_ray.apply.recompute import RecomputedRegion, Surroundings
+from triaccel_ray.apply.recompute_rng import RecomputeRNG
 from triaccel_ray.apply.region_recorder import RegionCosts, RegionRecorder
-from triaccel_ray.apply.repeated_draws import RepeatedDraws
+from triaccel_ray.cuda.random_states import default_generator
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.model.pytree import tensors_in
 from triaccel_ray.model.regions import Call, wrapped_calls
@@ -29,8 +30,8 @@ class Activations:
     """Stores what regions save as the plan says; gradients are bitwise the same in any storage.
 
     Some regions keep their tensors instead, once one of these is found. A region that writes into its inputs, or
-    computes something else when called again, is not recomputed. One that the host cannot pin memory for is not
-    offloaded.
+    computes something else when called again, is not recomputed; none is once a captured step has drawn other random
+    numbers than the eager one. One that the host cannot pin memory for is not offloaded.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class Activations:
         """The fused model by regions, once it is needed."""
         self.costs: RegionCosts | None = None
         """Costs of the regions, once they are requested."""
+        self.rng = RecomputeRNG(default_generator(device))
+        """Random numbers of recomputed regions."""
         self._device, self._fixed, self._divide = device, fixed, divide
         self._wanted: Mapping[str, Storage] = {}
         self._barred: set[tuple[str, Storage]] = set()
         self._recomputed: dict[str, RecomputedRegion] = {}
-        self.draws = RepeatedDraws(device)
-        """Random numbers of recomputed regions."""
         self._offloading: Offloading | None = None
         self._last_recomputed = ""
         """Name of the region last recomputed in this pass; empty before the first."""
@@ -129,7 +130,7 @@ class Activations:
 
     def exclude_random(self, step: int) -> tuple[Fault, ...]:
         """Stops recomputing, because a replay drew other random numbers than the eager pass; returns a fault."""
-        why = "captured steps draw other random numbers than eager ones, so that the same cannot be drawn again"
+        why = "captured steps draw other random numbers than eager ones (`--capture off` recomputes them)"
         return self._bar(self.regions, Storage.RECOMPUTE, why, step)
 
     def exclude_failed(self, error: BaseException, step: int) -> tuple[Fault, ...]:
@@ -178,7 +179,7 @@ class Activations:
         }
         for name, each in self.storage.items():
             if each is Storage.RECOMPUTE and name not in self._recomputed:
-                self._recomputed[name] = RecomputedRegion(self.regions[name], self.draws)
+                self._recomputed[name] = RecomputedRegion(self.regions[name], self.rng)
         if self._offloading is None and Storage.OFFLOAD in self.storage.values():
             self._offloading = Offloading(self._device)
 

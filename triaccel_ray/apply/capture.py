@@ -14,13 +14,13 @@ from torch import Tensor
 
 from triaccel_ray.apply.activations import Activations
 from triaccel_ray.apply.agreement import NotCapturableError
-from triaccel_ray.apply.compile import is_compile_error
+from triaccel_ray.apply.compile import first_paragraph, is_compile_error
 from triaccel_ray.apply.region_recorder import RegionRecorder
 from triaccel_ray.apply.step import Step, StepOutcome
 from triaccel_ray.apply.step_in_backward import BucketedGradients
 from triaccel_ray.apply.step_kind import StepKind
 from triaccel_ray.config import ExecutionConfig
-from triaccel_ray.cuda.capture_checks import is_certain
+from triaccel_ray.cuda.capture_checks import Obstacle
 from triaccel_ray.cuda.graphs import Graph, GraphPool
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.stream_pool import PooledStream
@@ -52,7 +52,7 @@ class _Captured(NamedTuple):
     indices: Tensor
     """Input of a graph that gathers its batch on the device."""
     parts: list[tuple[int, Any, Any]] | None
-    """Input, in place of `indices`, of a graph whose micro-batches come from the host: size, inputs and targets."""
+    """Input, in place of `indices`, of a graph of micro-batches from the host: sizes, inputs and targets."""
     loss_sum: Tensor
     gradients: Gradients | BucketedGradients
     recorder: RegionRecorder | None
@@ -68,9 +68,10 @@ class StepCache:
 
     The first step of a kind runs eagerly, so that libraries choose their kernels. Eager and captured steps never hold
     memory at the same time: an eager step on a GPU drops all graphs. They are captured again at their next use. If a
-    capture fails, all steps run eagerly: one fault reports it. If it runs out of memory, steps of its kind run eagerly
-    until memory is released: each attempt is a fault. Python state that the forward pass changes is changed at captures
-    but not at replays.
+    step cannot be captured, the model is compiled as a whole in place of its blocks. If that does not help, all steps
+    run eagerly; a fault reports each. If a capture runs out of memory, steps of its kind run eagerly until memory is
+    released: each attempt is a fault. Python state that the forward pass changes is changed at captures but not at
+    replays.
     """
 
     def __init__(
@@ -92,14 +93,16 @@ class StepCache:
         self._entries: OrderedDict[StepKind, _Captured] = OrderedDict()
         self._is_ready: dict[StepKind, bool] = {}
         """Kind of step that has run eagerly -> whether the next one is captured; False after a step that compiled."""
-        self._doubts: list[str] = []
-        """What a captured step may not repeat."""
+        self._doubts: dict[StepKind, list[str]] = {}
+        """What a captured step of a kind may not repeat."""
+        self._unverified: set[StepKind] = set()
+        """Kinds whose graph recomputes regions and has not been replayed yet."""
         self._too_large: set[StepKind] = set()
         self._captured_dependencies: tuple[Any, ...] = ()
         self.pending_ms = 0.0
         """Milliseconds spent on new plans since the last `take_cost`."""
         self._evicted: list[str] = []
-        self._reported: set[FaultKind] = set()
+        self._is_refusal_reported = False
         pool.on_release(self._drop_all)
 
     @property
@@ -126,7 +129,7 @@ class StepCache:
         """
         num_samples, offset = shares or BatchShares(len(indices))
         stored = tuple(self.step.activations.storage.items())
-        key = StepKind(num_samples, self.step.num_micro_batches, self.step.precision.key, stored, offset)
+        key = StepKind(num_samples, self.step.num_parts(num_samples), self.step.precision.key, stored, offset)
         with self.on_stream(), self._autotuning():
             if not self.enabled or key in self._too_large:
                 return self._run_eagerly(key, indices, loss_scale, step).faults
@@ -140,22 +143,26 @@ class StepCache:
                 return (fault, *self._run_first(key, indices, loss_scale, step))
             if fault is not None:
                 return (fault, *self._run_eagerly(key, indices, loss_scale, step).faults)
-            entry = self._entries[key]
             self._entries.move_to_end(key)
-            with self.step.activations.draws.of_replay(self.step.kind(key.batch_size)) as draws_the_same:
-                entry.graph.replay()
+            entry, faults = self._entries[key], self._replay(key, len(indices), step)
             if entry.recorder is not None and not entry.recorder.is_read:
                 self.step.activations.learn(entry.recorder, is_captured=True)
             if not self._update.is_capturable:
                 self._update.run(entry.loss_sum, key.batch_size, entry.gradients)
-            return () if all(draws_the_same) else self.step.activations.exclude_random(step)
+        return faults
 
-    def _unless_reported(self, fault: Fault) -> tuple[Fault, ...]:
-        """Returns the fault, unless one of its kind has been returned here before."""
-        if fault.kind in self._reported:
+    def _replay(self, key: StepKind, num_own: int, step: int) -> tuple[Fault, ...]:
+        """Launches the graph; returns a fault if it recomputes regions with other random numbers than they drew."""
+        activations, graph = self.step.activations, self._entries[key].graph
+        if not key.storage:
+            graph.replay()
             return ()
-        self._reported.add(fault.kind)
-        return (fault,)
+        kind = self.step.pass_kind(num_own, key.batch_size)
+        matches = activations.rng.replay(graph, kind)
+        if key not in self._unverified:
+            return ()
+        self._unverified.discard(key)
+        return activations.exclude_random(step) if self.step.peers.ranks.any(not matches) else ()
 
     def _run_eagerly(
         self, key: StepKind, indices: Tensor, loss_scale: Tensor, step: int, *, watch: bool = False
@@ -172,7 +179,8 @@ class StepCache:
         gradients.drop()
         if self.step.fusion is not None and (reason := self.step.fusion.refused_because):
             refusal = Fault(kind=FaultKind.FUSION_REFUSED, step=step, phase="fuse", detail=reason)
-            return replace(outcome, faults=(*outcome.faults, *self._unless_reported(refusal)))
+            refusals, self._is_refusal_reported = () if self._is_refusal_reported else (refusal,), True
+            return replace(outcome, faults=(*outcome.faults, *refusals))
         return outcome
 
     def _run_first(self, key: StepKind, indices: Tensor, loss_scale: Tensor, step: int) -> tuple[Fault, ...]:
@@ -190,19 +198,20 @@ class StepCache:
         self._is_ready[key] = not compiles
         if compiles:
             return outcome.faults
-        self._doubts = list(outcome.obstacles)
+        obstacles = list(outcome.obstacles)
         if self._dependencies() != before:
-            self._doubts.append("the step puts other tensors in place of parameters or buffers, as no replay would")
-        obstacles = list(filter(is_certain, self._doubts))
-        if self.step.peers.ranks.any(bool(obstacles)):
-            text = "; ".join(self._doubts) or "the step of another rank cannot be captured"
+            obstacles.append(Obstacle("the step puts other tensors in place of parameters or buffers"))
+        self._doubts[key] = [obstacle.text for obstacle in obstacles]
+        is_certain = any(obstacle.is_certain for obstacle in obstacles)
+        if self.step.peers.ranks.any(is_certain):
+            text = "; ".join(self._doubts[key]) if is_certain else "the step of another rank cannot be captured"
             return (*outcome.faults, self._give_up(key, text, step))
         return outcome.faults
 
-    def _give_up(self, key: StepKind, why: str, step: int) -> Fault:
+    def _give_up(self, key: StepKind, why: str, step: int, *, may_compile: bool = True) -> Fault:
         """Compiles the whole model in place of its blocks if that may help, or has steps run eagerly from now on."""
         compilation = self.step.compilation
-        if not self.step.activations.storage and compilation is not None and compilation.blocks:
+        if may_compile and not key.storage and compilation is not None and compilation.blocks:
             compilation.compile_whole()  # compiled code between the blocks may avoid the obstacles
             self.step.activations = Activations({}, self._generator.device)  # the whole has no regions
             self._is_ready.clear()
@@ -227,18 +236,15 @@ class StepCache:
                 raise  # an error of the data source
             detail = first_line(error)
             if is_compile_error(error):
-                detail = "the model runs other code while it is captured, which would have to be compiled"
-        # Outside the handler: the traceback no longer holds the attempt's tensors.
+                detail = f"the model runs other code while it is captured, not compiled yet: {first_paragraph(error)}"
+        # Outside the handler, whose traceback holds the attempt's tensors.
         self.step.zero_grad()
         self._pool.release()
         if is_too_large:
             self.step.activations.request_costs()
             self._too_large.add(key)  # until the pool is next released
             return key.capture_fault(step, detail, FaultKind.CAPTURE_OUT_OF_MEMORY)
-        if not is_captured:
-            return self._give_up(key, "; ".join([*self._doubts, detail]), step)
-        self.enabled = False
-        return key.capture_fault(step, detail)
+        return self._give_up(key, "; ".join([*self._doubts.get(key, []), detail]), step, may_compile=not is_captured)
 
     def _fill(self, entry: _Captured, indices: Tensor, num_samples: int) -> None:
         if entry.parts is None:
@@ -259,25 +265,26 @@ class StepCache:
             parts = [map_tensors(torch.clone, part) for part in self.step.batches(indices, key.batch_size)]
         static_indices = indices.clone()
         loss_sums: list[Tensor] = []
-        kind = self.step.kind(key.batch_size)
 
         def work() -> None:
             gradients.begin(publishes=False)
             batches = self.step.batches(static_indices, key.batch_size) if parts is None else iter(parts)
-            with self.step.peers.agreeing(), self.step.activations.draws.of_pass(kind, is_captured=True):
+            with self.step.peers.agreeing():
                 loss_sums.append(self.step.accumulate(batches, key.batch_size, loss_scale, is_captured=True))
             gradients.collect(weights.in_force, weights.sums)
             if self._update.is_capturable:
                 self._update.run(loss_sums[0], key.batch_size, gradients)
 
         with self._timed():
-            twins = self.step.activations.draws.twins(kind)
-            graph = self._pool.capture(work, generators=[self._generator, *twins])
+            own = self.step.activations.rng.generators(self.step.pass_kind(len(indices), key.batch_size))
+            graph = self._pool.capture(work, generators=[self._generator, *own])
         gradients.publish()
         if self._update.is_capturable:
             gradients.drop()
         self.step.zero_grad()
         self._captured_dependencies = self._dependencies()
+        if key.storage:
+            self._unverified.add(key)
         self._entries[key] = _Captured(graph, static_indices, parts, loss_sums[0], gradients, self.step.recorder)
         if len(self._entries) > MAX_GRAPHS:
             self._pool.synchronize()

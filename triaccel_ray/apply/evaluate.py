@@ -76,7 +76,8 @@ def evaluate(
 
     Without `metrics`, a classifier (outputs [b, C], integer targets [b]) is judged by its accuracy, any other model by
     its loss alone. The host waits for the device once, at the end. On a GPU, batches after the first have up to
-    `largest` samples, as many as are expected to take half of `step_bytes`: in small batches the GPU waits for Python.
+    `largest` samples, as many as are expected to take half of `step_bytes`, less what samples moved to the device take:
+    in small batches the GPU waits for Python.
     After an out-of-memory error, the samples that failed are retried in batches half as large. Gradients are disabled.
     If model or loss calls `torch.autograd.grad` and fails, they are enabled from that batch on. Metrics get detached
     outputs. Each of several `ranks` passes a share of the samples, and all return the same; of a stream, each passes
@@ -100,7 +101,7 @@ def evaluate(
     with Agreement(ranks).agreeing(), preserved_modes(modules):
         for module in modules:
             module.eval()
-        with peak() as held:
+        with peak() as data_peak:
             source = as_source(data).to(device)
         is_shared = not ranks.is_alone and not isinstance(source, IterableSource)
         first, every = (ranks.rank, ranks.world_size) if is_shared else (0, 1)
@@ -113,12 +114,12 @@ def evaluate(
                 at = device if source.is_resident else torch.device("cpu")
                 start = first + cursor * every
                 try:
-                    with peak() as taken:
+                    with peak() as batch_peak:
                         indices = torch.arange(start, start + size * every, every, device=at)
                         totals = totals + evaluator(source, indices)
                     cursor += size
-                    if taken[0]:
-                        fitting = int((_SHARE_OF_STEP * step_bytes - held[0]) / taken[0]) * size
+                    if batch_peak[0]:
+                        fitting = int((_SHARE_OF_STEP * step_bytes - data_peak[0]) / batch_peak[0]) * size
                         batch_size, largest = max(min(fitting, largest), batch_size), 0
                     continue
                 except (RuntimeError, MemoryError) as error:

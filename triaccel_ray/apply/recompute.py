@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from triaccel_ray.apply.repeated_draws import RepeatedDraws
+from triaccel_ray.apply.recompute_rng import RecomputeRNG
 from triaccel_ray.cuda.random_states import preserved_random_states, random_states, set_random_states
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 from triaccel_ray.model.regions import Call
@@ -29,8 +29,8 @@ class RecomputedRegion:
     random numbers, uses the same autocast, and leaves running statistics alone.
     """
 
-    def __init__(self, region: nn.Module, draws: RepeatedDraws) -> None:
-        self._region, self._draws = region, draws
+    def __init__(self, region: nn.Module, rng: RecomputeRNG) -> None:
+        self._region, self._rng = region, rng
         self._scratch: list[_Scratch] | None = None  # taken at the first call, an eager one, once memory is there
         self.overwrites = False
         """Whether a call wrote into its inputs, so that the backward pass fails."""
@@ -41,7 +41,7 @@ class RecomputedRegion:
         on_gpu = torch.cuda.is_initialized()
         is_captured = on_gpu and torch.cuda.is_current_stream_capturing()
         before = None if is_captured else random_states(cuda=on_gpu)
-        twin = self._draws.next_twin() if is_captured else None
+        generator = self._rng.next_generator() if is_captured else None
         frozen = map_tensors(lambda tensor: tensor, (args, kwargs))  # lists may have grown by the time it is recomputed
         inputs = tensors_in(frozen)
         versions = [tensor._version for tensor in inputs]
@@ -62,15 +62,15 @@ class RecomputedRegion:
                 if before is not None:
                     stack.enter_context(preserved_random_states(cuda=on_gpu))
                     set_random_states(before)
-                stack.enter_context(self._draws.drawing_from(twin))
+                stack.enter_context(self._rng.using(generator))
                 yield
 
-        with contextlib.nullcontext() if is_captured else self._draws.of_call():
+        with contextlib.nullcontext() if is_captured else self._rng.recording_call():
             outputs = checkpoint(
                 run,
                 *inputs,
                 use_reentrant=False,
-                preserve_rng_state=False,  # captured steps cannot, others do so above
+                preserve_rng_state=False,  # `recomputing` does so
                 context_fn=lambda: (contextlib.nullcontext(), recomputing()),
             )
         if [tensor._version for tensor in inputs] != versions:

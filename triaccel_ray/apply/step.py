@@ -18,7 +18,7 @@ from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.reduce import Reduction
 from triaccel_ray.apply.region_recorder import RegionRecorder
 from triaccel_ray.apply.step_in_backward import StepInBackward
-from triaccel_ray.cuda.capture_checks import watched
+from triaccel_ray.cuda.capture_checks import Obstacle, watched
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError, first_line, is_out_of_memory
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.model.layers import Loss, forward, restoring_buffers, trained_modules
@@ -34,8 +34,8 @@ class StepOutcome:
     loss_sum: Tensor
     """Sum of the samples' losses, fp64 scalar on the device."""
     faults: tuple[Fault, ...] = ()
-    obstacles: tuple[str, ...] = ()
-    """Reasons why the pass cannot be captured in a CUDA graph; collected only by `run(watch=True)`."""
+    obstacles: tuple[Obstacle, ...] = ()
+    """What a captured graph of the pass may not repeat; collected only by `run(watch=True)`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +108,10 @@ class Step:
         """Whether passes run code from `torch.compile`, ours or the user's."""
         return self.compilation is not None or self._is_compiled_by_user
 
-    def kind(self, num_samples: int) -> Hashable:
-        """Returns what determines the calls that a pass of so many samples makes, as the step is set now."""
+    def pass_kind(self, num_own: int, num_samples: int) -> Hashable:
+        """Returns what determines the calls that a pass of `num_own` of so many samples makes, as the step is set."""
         stored = tuple(self.activations.storage.items())
-        return num_samples, self.num_micro_batches, self.min_micro_batch_size, self.precision.key, stored
+        return num_own, num_samples, self.num_parts(num_samples), self.precision.key, stored
 
     def region_costs(self, batch_size: int) -> tuple[int, tuple[RegionSignal, ...]]:
         """Returns the size of a batch's micro-batches, and the regions' costs in a pass of one; empty if not known.
@@ -123,17 +123,12 @@ class Step:
         return size, self.activations.signals(own_size, self.precision.key)
 
     def accumulation_bytes(self) -> int:
-        """Returns the bytes that sums of gradients over micro-batches take beside the gradients of one.
+        """Returns the bytes that sums of gradients over micro-batches take, at most.
 
-        Gradients in 16 bits are summed in FP32. Others are added to the sum one by one, unless each is otherwise
-        dropped before the next one exists (step in backward).
+        They are FP32, and exist when the backward pass of a later micro-batch starts. Those of a batch in one part do
+        not exist yet then.
         """
-        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        if self.stepper is not None:
-            return sum(4 * parameter.numel() for parameter in trained)
-        low = self.precision.weights.in_force
-        summed = sum(4 * parameter.numel() for parameter in trained if id(parameter) in low)
-        return summed + max((parameter.nbytes for parameter in trained if id(parameter) not in low), default=0)
+        return sum(4 * parameter.numel() for parameter in self._parameters if parameter.requires_grad)
 
     def set_num_micro_batches(self, num_micro_batches: int, min_micro_batch_size: int = 1) -> None:
         """Sets the number of micro-batches that each batch is split into from now on.
@@ -157,16 +152,16 @@ class Step:
         num_samples = len(indices) if num_samples is None else num_samples
         most_parts = self.peers.ranks.largest_share(num_samples)
         planned = self.num_micro_batches, self.min_micro_batch_size, self.activations.storage
-        obstacles: list[str] = []
+        obstacles: list[Obstacle] = []
         feature_faults: tuple[Fault, ...] = ()
         memory_faults: tuple[Fault, ...] = ()  # of the last attempt only
         restore = _snapshot(self._modules_with_buffers, self.sampler.generator)
         while True:
-            num_parts = self._num_parts(num_samples)
+            num_parts = self.num_parts(num_samples)
             self.zero_grad()
             try:
-                draws = self.activations.draws.of_pass(self.kind(num_samples), is_captured=False)
-                with self.peers.agreeing(), draws:
+                kind = self.pass_kind(len(indices), num_samples)
+                with self.peers.agreeing(), self.activations.rng.recording_pass(kind):
                     parts = self.batches(indices, num_samples)
                     loss_sum = self.accumulate(parts, num_samples, loss_scale, obstacles if watch else None)
                 faults = feature_faults + memory_faults + self._learn(step)
@@ -209,7 +204,7 @@ class Step:
             step=step,
             phase="forward_backward",
             batch_size=num_samples,
-            micro_batch_size=-(-num_samples // self._num_parts(num_samples)),
+            micro_batch_size=-(-num_samples // self.num_parts(num_samples)),
             stores_least=self.activations.stores_least,
             detail=detail,
         )
@@ -237,7 +232,7 @@ class Step:
         batches: Iterable[tuple[int, Any, Any]],
         num_samples: int,
         loss_scale: Tensor,
-        obstacles: list[str] | None = None,
+        obstacles: list[Obstacle] | None = None,
         *,
         is_captured: bool = False,
     ) -> Tensor:
@@ -245,8 +240,8 @@ class Step:
 
         Each of `batches` is a number of samples, their inputs and their targets.
 
-        Launches only device work, provided that model, loss and data source do so. If `obstacles` is a list, reasons
-        why the pass cannot be captured in a CUDA graph are appended to it. `is_captured` says that it is captured.
+        Launches only device work, provided that model, loss and data source do so. If `obstacles` is a list, what
+        a captured graph of the pass may not repeat is appended to it. `is_captured` says that it is captured.
         """
         device = loss_scale.device
         self.recorder = None
@@ -318,13 +313,14 @@ class Step:
         num_samples = len(indices)
         if num_samples == 0:
             return
-        num_parts = min(self._num_parts(num_of_all or num_samples), num_samples)
+        num_parts = min(self.num_parts(num_of_all or num_samples), num_samples)
         if num_samples // num_parts == 1 and num_samples > num_parts:
             num_parts = num_samples // 2  # for batch normalization, no sample stands alone beside larger parts
         for part in indices.tensor_split(num_parts):
             yield len(part), *self.sampler.source.batch(part, self.sampler.generator)
 
-    def _num_parts(self, num_samples: int) -> int:
+    def num_parts(self, num_samples: int) -> int:
+        """Returns the number of micro-batches of a batch of so many samples."""
         return min(self.num_micro_batches, -(-num_samples // self.min_micro_batch_size))
 
 

@@ -1,7 +1,7 @@
-"""Detects, while a pass runs eagerly, what a captured CUDA graph of it could not repeat.
+"""Finds, while a pass runs eagerly, what a captured CUDA graph of it may not repeat.
 
-A check beforehand is cheap, while a capture that CUDA aborts costs every graph that exists (`graphs`). And random
-numbers drawn on the host abort nothing: a replay would silently use the same ones again.
+Random numbers drawn on the host abort no capture: a replay would silently use the same ones again. Waits of the host
+abort it, which costs every graph that exists (`graphs`), if the pass still waits then.
 """
 
 from __future__ import annotations
@@ -9,18 +9,27 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from triaccel_ray.cuda.random_states import host_random_state
 
 _WAITS = "called a synchronizing CUDA operation"
-_HOST_WAITS = "the host waits for the device"
 _ON_ANOTHER_STREAM = "AccumulateGrad node's stream does not match"
 
 
+class Obstacle(NamedTuple):
+    """What a captured graph may not repeat."""
+
+    text: str
+    is_certain: bool = True
+    """Whether a capture is sure to fail or to mislead. A wait is not: some models wait only while they are not
+    captured. Those of transformers read no values of their masks then."""
+
+
 @contextlib.contextmanager
-def watched(obstacles: list[str], device: torch.device) -> Iterator[None]:
+def watched(obstacles: list[Obstacle], device: torch.device) -> Iterator[None]:
     """Appends to `obstacles`, once each, what the pass inside does that a replay would not repeat."""
     before = host_random_state()
     with contextlib.ExitStack() as stack:
@@ -32,25 +41,17 @@ def watched(obstacles: list[str], device: torch.device) -> Iterator[None]:
         yield
     found = [reason for warning in caught if (reason := _reason(warning)) is not None]
     if host_random_state() != before:
-        found.append("the model draws random numbers on the host, which a replay would not draw anew")
+        found.append(Obstacle("the model draws random numbers on the host, which a replay would not draw anew"))
     obstacles.extend(reason for reason in dict.fromkeys(found) if reason not in obstacles)
 
 
-def is_certain(obstacle: str) -> bool:
-    """Returns whether a capture is bound to fail or mislead.
-
-    A pass that waits may not do so while it is captured: models of transformers then look at no values of their masks.
-    """
-    return not obstacle.startswith(_HOST_WAITS)
-
-
-def _reason(warning: warnings.WarningMessage) -> str | None:
+def _reason(warning: warnings.WarningMessage) -> Obstacle | None:
     """Returns the obstacle to capture that this warning reports; issues any other warning again."""
     text = str(warning.message)
     if _WAITS in text:
-        return f"{_HOST_WAITS} ({warning.filename}:{warning.lineno})"
+        return Obstacle(f"the host waits for the device ({warning.filename}:{warning.lineno})", is_certain=False)
     if _ON_ANOTHER_STREAM in text:
-        return "outputs or losses of an earlier pass are still held, and with them the stream of their gradients"
+        return Obstacle("outputs or losses of an earlier pass are still held, and with them their gradients' stream")
     warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     return None
 

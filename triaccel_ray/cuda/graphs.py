@@ -119,12 +119,15 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, generators: Sequence[torc
     except Exception:
         torch.cuda.set_stream(outside)  # PyTorch 2.11 leaves the capturing one current
         _mend_after_broken_capture(outside.device, pool, generators)
-        if first:  # ending an aborted capture raises an error that does not say why
-            raise first[0] from None
-        raise
+        if not first:
+            raise
     finally:
         if was_enabled:
             gc.enable()
+    # The error that ends an aborted capture does not say why it was aborted. In the handler, the first one would refer
+    # to that one, whose frames refer to it: the attempt's tensors would live until garbage is collected.
+    if first:
+        raise first.pop()
 
 
 def _mend_after_broken_capture(device: torch.device, pool: Any, generators: Sequence[torch.Generator]) -> None:

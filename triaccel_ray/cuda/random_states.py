@@ -38,6 +38,16 @@ def set_random_states(states: dict[str, Any]) -> None:
         np.random.set_state(tuple(states["numpy"]))
 
 
+def default_generator(device: torch.device) -> torch.Generator | None:
+    """Returns the generator that PyTorch draws from on a GPU that is in use; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    generator: torch.Generator = torch.cuda.default_generators[
+        torch.cuda.current_device() if device.index is None else device.index
+    ]
+    return generator
+
+
 @contextlib.contextmanager
 def preserved_random_states(*, cuda: bool = True) -> Iterator[None]:
     """Returns a context that restores the random states when it ends."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from triaccel_ray.decide.batch import GIB
-from triaccel_ray.decide.memory import Measured, added_ms, modelled_bytes
+from triaccel_ray.decide.memory import Measured, added_ms, modelled_bytes, sums_bytes
 from triaccel_ray.decide.throughput import Judgement
 from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode
 from triaccel_ray.records.signals import MemoryProfile, MemorySignal, Observation
@@ -56,9 +56,9 @@ def _bytes_per_sample(observation: Observation, profile: MemoryProfile, other: P
     if other is None or other.batch_size != plan.batch_size:
         return 0
     further = plan.micro_batch_size - -(-plan.batch_size // other.stored.num_micro_batches)
-    further_sums = (plan.num_micro_batches > 1) - (other.stored.num_micro_batches > 1)
-    beyond = observation.memory.window_peak_bytes - bytes_of(profile, Stored.under(plan), plan)
-    other_beyond = other.peak_bytes - bytes_of(profile, other.stored, plan) + further_sums * profile.accumulation_bytes
+    sums, other_sums = (sums_bytes(profile, each.num_micro_batches) for each in (plan, other.stored))
+    beyond = observation.memory.window_peak_bytes - bytes_of(profile, Stored.under(plan), plan) - sums
+    other_beyond = other.peak_bytes - bytes_of(profile, other.stored, plan) - other_sums
     return max(math.ceil((beyond - other_beyond) / further), 0) if further else 0
 
 

@@ -107,6 +107,11 @@ def modelled_bytes(profile: MemoryProfile, storage: Mapping[str, Storage], micro
     return -(-peak * micro_batch_size // profile.micro_batch_size)
 
 
+def sums_bytes(profile: MemoryProfile, num_micro_batches: int) -> int:
+    """Returns the bytes of the gradients' sums over so many micro-batches."""
+    return profile.accumulation_bytes if num_micro_batches > 1 else 0
+
+
 def added_ms(profile: MemoryProfile, storage: Mapping[str, Storage], batch_size: int) -> float:
     """Returns the milliseconds that recomputation and transfers add to a step of `batch_size` samples.
 
@@ -213,8 +218,8 @@ def _beyond_model_bytes(profile: MemoryProfile, measured: Measured, num_micro_ba
     """Returns what another number of micro-batches adds to the peak beyond the model: sums, and what was measured."""
     plan = measured.plan
     further_samples = -(-plan.batch_size // num_micro_batches) - plan.micro_batch_size
-    further_sums = (num_micro_batches > 1) - (plan.num_micro_batches > 1)
-    return profile.accumulation_bytes * further_sums + measured.bytes_per_sample * further_samples
+    sums = sums_bytes(profile, num_micro_batches) - sums_bytes(profile, plan.num_micro_batches)
+    return sums + measured.bytes_per_sample * further_samples
 
 
 def _regions(profile: MemoryProfile) -> list[_Region]:

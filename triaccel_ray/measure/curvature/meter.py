@@ -15,7 +15,7 @@ from torch import nn
 
 from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.cuda.allocator import peak_of_tensors
-from triaccel_ray.cuda.capture_checks import is_certain, watched
+from triaccel_ray.cuda.capture_checks import Obstacle, watched
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.random_states import preserved_random_states
@@ -118,8 +118,7 @@ class CurvatureMeter:
         """Why measurements cannot be replayed from a CUDA graph; empty while no reason is known."""
         self._bytes_of_two = 0
         """Peak bytes of the dry run on a GPU, which explores the model with two samples; 0 if not called."""
-        self._doubts: list[str] = []
-        """What a captured measurement may not repeat."""
+        self._doubts: list[str] = []  # what a captured measurement may not repeat, as found by the watched one
         self._largest_chunk: int | None = None
         self._limits: Limits | None = None
         self._signature: Any = None
@@ -267,7 +266,8 @@ class CurvatureMeter:
             with self._measuring():
                 recording = _Recording(measure, samples, self._pool)
         except Exception as error:  # CUDA, PyTorch and the model may each raise errors of their own
-            reason, is_too_large = "; ".join([*self._doubts, first_line(error)]), is_out_of_memory(error)
+            is_too_large = is_out_of_memory(error)
+            reason = "; ".join([*([] if is_too_large else self._doubts), first_line(error)])
         else:
             self._enter(Stage.REPLAY, recording=recording)
             return
@@ -280,7 +280,7 @@ class CurvatureMeter:
 
         If memory runs out, the next measurement passes half as many samples at once.
         """
-        found: list[str] = []
+        found: list[Obstacle] = []
         is_watched = self._stage is Stage.WATCH
         try:
             with watched(found, self._device) if is_watched else contextlib.nullcontext():
@@ -290,8 +290,9 @@ class CurvatureMeter:
                 chunk = objective.limits.chunk_samples or objective.num_samples
                 self._largest_chunk, self._limits = max(1, chunk // 2), None
             raise
-        self._doubts = found
-        obstacles = list(filter(is_certain, found))
+        if is_watched:
+            self._doubts = [obstacle.text for obstacle in found]
+        obstacles = [obstacle.text for obstacle in found if obstacle.is_certain]
         num_passes = self._method.num_passes(objective)
         if num_passes > _MAX_CAPTURED_PASSES:
             obstacles.append(f"a graph of {num_passes} passes of the model would take too much memory")
@@ -340,10 +341,9 @@ class CurvatureMeter:
             self._method.vectors = vectors
 
     def _objective(self, inputs: Any, targets: Any) -> Objective:
-        on_gpu = self._device.type == "cuda"
         return Objective(
             model=self._model, loss=self._loss, inputs=inputs, targets=targets, planned_samples=self._num_samples,
-            limits=self._limits or Limits(), allow_tf32=on_gpu,
+            limits=self._limits or Limits(), allow_tf32=self._device.type == "cuda",
         )  # fmt: skip
 
     def _measuring(self) -> contextlib.AbstractContextManager[None]:
