@@ -18,6 +18,7 @@ from triaccel_ray.apply.offload import Excluding, Offloading, RegionWeights
 from triaccel_ray.apply.recompute import RecomputedRegion, Surroundings
 from triaccel_ray.apply.recompute_rng import RecomputeRNG
 from triaccel_ray.apply.region_recorder import RegionCosts, RegionRecorder
+from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.random_states import default_generator
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.model.pytree import tensors_in
@@ -73,12 +74,12 @@ class Activations:
         return self._fixed is None and bool(self.storage) and self.storage == self._least()
 
     def set(self, storage: Mapping[str, Storage]) -> None:
-        """Sets the storage of regions by name, unless it is fixed; regions not named keep their tensors.
+        """Sets the storage of regions by name, unless it is fixed or there are none; others keep their tensors.
 
         Raises:
             KeyError: the model has no such region.
         """
-        if self._fixed is not None:
+        if self._fixed is not None or not self.regions:
             return
         unknown = sorted(storage.keys() - self.regions.keys())
         if unknown:
@@ -235,7 +236,9 @@ class Activations:
             call, excluding = recorded.counting(call), recorded.excluding
         if storage is Storage.RECOMPUTE:
             again = partial(self._again, name, surroundings, excluding)
+            self._last_recomputed = name  # if it raises
             outputs = self._recomputed[name].run(call, again, *args, **kwargs)
+            self._last_recomputed = ""
         elif storage is Storage.OFFLOAD:
             assert self._offloading is not None
             weights = RegionWeights.of(self.regions[name])
@@ -251,5 +254,10 @@ class Activations:
     @contextlib.contextmanager
     def _again(self, name: str, surroundings: Surroundings, excluding: Excluding) -> Iterator[None]:
         self._last_recomputed = name
-        with surroundings(), excluding():
-            yield
+        try:
+            with surroundings(), excluding():
+                yield
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise CheckpointError(f"recomputing {name} failed: {first_line(error)}") from error

@@ -16,6 +16,7 @@ from triaccel_ray.apply.activations import Activations
 from triaccel_ray.apply.agreement import NotCapturableError
 from triaccel_ray.apply.compile import first_paragraph, is_compile_error
 from triaccel_ray.apply.region_recorder import RegionRecorder
+from triaccel_ray.apply.static_batch import StaticBatch
 from triaccel_ray.apply.step import Step, StepOutcome
 from triaccel_ray.apply.step_in_backward import BucketedGradients
 from triaccel_ray.apply.step_kind import StepKind
@@ -27,7 +28,6 @@ from triaccel_ray.cuda.stream_pool import PooledStream
 from triaccel_ray.data.sampler import BatchShares
 from triaccel_ray.distributed.ranks import digest
 from triaccel_ray.model.gradients import Gradients, has_hooks
-from triaccel_ray.model.pytree import map_tensors, tensors_in
 from triaccel_ray.records.plan import Fault, FaultKind
 
 MAX_GRAPHS = 8
@@ -51,8 +51,8 @@ class _Captured(NamedTuple):
     graph: Graph
     indices: Tensor
     """Input of a graph that gathers its batch on the device."""
-    parts: list[tuple[int, Any, Any]] | None
-    """Input, in place of `indices`, of a graph of micro-batches from the host: sizes, inputs and targets."""
+    batch: StaticBatch | None
+    """Input, in place of `indices`, of a graph whose samples come from the host."""
     loss_sum: Tensor
     gradients: Gradients | BucketedGradients
     recorder: RegionRecorder | None
@@ -221,10 +221,10 @@ class StepCache:
 
     def _prepare(self, key: StepKind, indices: Tensor, loss_scale: Tensor, step: int) -> Fault | None:
         """Captures the step, or copies the samples into its graph's inputs; returns a fault if that fails."""
-        is_captured = key in self._entries
+        is_captured, state = key in self._entries, self._generator.get_state()
         try:
             # A batch gathered on the device cannot fail; any other may, on one rank alone.
-            with self.step.peers.agreeing(when=not is_captured or self._entries[key].parts is not None):
+            with self.step.peers.agreeing(when=not is_captured or self._entries[key].batch is not None):
                 if is_captured:
                     self._fill(self._entries[key], indices, key.batch_size)
                 else:
@@ -240,6 +240,7 @@ class StepCache:
         # Outside the handler, whose traceback holds the attempt's tensors.
         self.step.zero_grad()
         self._pool.release()
+        self._generator.set_state(state)  # the eager step draws the same augmentation
         if is_too_large:
             self.step.activations.request_costs()
             self._too_large.add(key)  # until the pool is next released
@@ -247,28 +248,23 @@ class StepCache:
         return self._give_up(key, "; ".join([*self._doubts.get(key, []), detail]), step, may_compile=not is_captured)
 
     def _fill(self, entry: _Captured, indices: Tensor, num_samples: int) -> None:
-        if entry.parts is None:
+        if entry.batch is None:
             entry.indices.copy_(indices, non_blocking=True)
-            return
-        for static, fresh in zip(entry.parts, self.step.batches(indices, num_samples), strict=True):
-            if _signature(fresh) != _signature(static):
-                raise NotCapturableError("batches of one size differ in their shapes or in what is no tensor")
-            for place, tensor in zip(tensors_in(static), tensors_in(fresh), strict=True):
-                place.copy_(tensor, non_blocking=True)
+        else:
+            entry.batch.fill(self.step.batches(indices, num_samples))
 
     def _capture(self, key: StepKind, indices: Tensor, loss_scale: Tensor) -> None:
         """Captures the step on these samples and stores the graph; nothing is executed yet."""
         self.step.zero_grad()
         gradients, weights = self._new_gradients(), self.step.precision.weights
-        parts: list[tuple[int, Any, Any]] | None = None
-        if not self._source.is_resident:
-            parts = [map_tensors(torch.clone, part) for part in self.step.batches(indices, key.batch_size)]
+        is_resident = self._source.is_resident
+        batch = None if is_resident else StaticBatch(self.step.batches(indices, key.batch_size))
         static_indices = indices.clone()
         loss_sums: list[Tensor] = []
 
         def work() -> None:
             gradients.begin(publishes=False)
-            batches = self.step.batches(static_indices, key.batch_size) if parts is None else iter(parts)
+            batches = self.step.batches(static_indices, key.batch_size) if batch is None else iter(batch.parts)
             with self.step.peers.agreeing():
                 loss_sums.append(self.step.accumulate(batches, key.batch_size, loss_scale, is_captured=True))
             gradients.collect(weights.in_force, weights.sums)
@@ -285,7 +281,7 @@ class StepCache:
         self._captured_dependencies = self._dependencies()
         if key.storage:
             self._unverified.add(key)
-        self._entries[key] = _Captured(graph, static_indices, parts, loss_sums[0], gradients, self.step.recorder)
+        self._entries[key] = _Captured(graph, static_indices, batch, loss_sums[0], gradients, self.step.recorder)
         if len(self._entries) > MAX_GRAPHS:
             self._pool.synchronize()
             oldest, _ = self._entries.popitem(last=False)
@@ -343,8 +339,3 @@ class StepCache:
             self._pool.synchronize()
         finally:
             self.pending_ms += 1e3 * (time.perf_counter() - start)
-
-
-def _signature(batch: Any) -> Any:
-    """Returns the batch with each tensor replaced by its shape and dtype: equal for all batches of a captured step."""
-    return map_tensors(lambda tensor: (tensor.shape, tensor.dtype), batch)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from triaccel_ray.apply.recompute_rng import RecomputeRNG
 from triaccel_ray.cuda.random_states import preserved_random_states, random_states, set_random_states
@@ -26,7 +26,8 @@ class RecomputedRegion:
 
     The region is called unchanged, compiled or not. Only the tensors that its call saves are dropped, so compiled code
     and its shapes stay the same. Gradients are bitwise those without checkpointing: the recomputation draws the same
-    random numbers, uses the same autocast, and leaves running statistics alone.
+    random numbers, uses the same autocast, and leaves running statistics alone. A region that changes other buffers, as
+    spectral normalization does, cannot be recomputed.
     """
 
     def __init__(self, region: nn.Module, rng: RecomputeRNG) -> None:
@@ -36,7 +37,11 @@ class RecomputedRegion:
         """Whether a call wrote into its inputs, so that the backward pass fails."""
 
     def run(self, call: Call, surroundings: Surroundings, /, *args: Any, **kwargs: Any) -> Any:
-        """Returns what `call` does; the backward pass repeats it inside `surroundings` and the autocast of now."""
+        """Returns what `call` does; the backward pass repeats it inside `surroundings` and the autocast of now.
+
+        Raises:
+            CheckpointError: the region changes buffers that are no running statistics.
+        """
         scratch = self._scratch = _scratch_of(self._region) if self._scratch is None else self._scratch
         on_gpu = torch.cuda.is_initialized()
         is_captured = on_gpu and torch.cuda.is_current_stream_capturing()
@@ -45,6 +50,7 @@ class RecomputedRegion:
         frozen = map_tensors(lambda tensor: tensor, (args, kwargs))  # lists may have grown by the time it is recomputed
         inputs = tensors_in(frozen)
         versions = [tensor._version for tensor in inputs]
+        buffers = _versions(self._region)
         num_calls = itertools.count()
 
         def run(*tensors: Tensor) -> Any:
@@ -71,11 +77,35 @@ class RecomputedRegion:
                 *inputs,
                 use_reentrant=False,
                 preserve_rng_state=False,  # `recomputing` does so
-                context_fn=lambda: (contextlib.nullcontext(), recomputing()),
+                context_fn=lambda: (contextlib.nullcontext(), _Reusable(recomputing)),
             )
+        if not is_captured and _versions(self._region) != buffers:
+            raise CheckpointError("a region changes its buffers")
         if [tensor._version for tensor in inputs] != versions:
             self.overwrites = True
         return outputs
+
+
+class _Reusable(contextlib.AbstractContextManager[None]):
+    """A context that may be entered several times: a pass that is differentiated twice is recomputed twice."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+
+def _versions(region: nn.Module) -> list[tuple[int, int]]:
+    """Returns what changes when a buffer of the region does, except for running statistics."""
+    others = (part for part in region.modules() if not isinstance(part, nn.modules.batchnorm._NormBase))
+    return [(id(buffer), buffer._version) for part in others for buffer in part._buffers.values() if buffer is not None]
 
 
 def _scratch_of(region: nn.Module) -> list[_Scratch]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -331,9 +333,14 @@ def _snapshot(with_buffers: Iterable[nn.Module], generator: torch.Generator) -> 
     if generator.device.type == "cuda":
         generators.append(torch.cuda.default_generators[generator.device.index])
     states = [each.get_state() for each in generators]
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
 
     def restore() -> None:
         restore_buffers()
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
         for each, state in zip(generators, states, strict=True):
             each.set_state(state)
 
