@@ -156,30 +156,82 @@ def test_an_input_that_changes_before_the_backward_pass_is_an_error_and_not_a_wr
         recomputing(Overwriting()).run(torch.arange(12), ONE, step=0)
 
 
-def test_blocks_that_compute_something_else_when_called_again_are_kept() -> None:
-    class Caching(nn.Sequential):
-        """As a decoder that keeps its keys: called again with the same input it has less to do."""
+class Caching(nn.Sequential):
+    """As a decoder that keeps its keys: called again with the same input it has less to do."""
 
-        seen: Any = None
+    seen: Any = None
 
-        def forward(self, x: Tensor) -> Tensor:
-            if self.seen is not x:
-                self.seen, self.keys = x, super().forward(x)
-            return self.keys + x
+    def forward(self, x: Tensor) -> Tensor:
+        if self.seen is not x:
+            self.seen, self.keys = x, super().forward(x)
+        return self.keys + x * random.random()  # a retried batch draws the same number
 
+
+class Queue(nn.Sequential):
+    """Fails in the backward pass, as a decoder whose cache has grown."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = [2.0] if torch._C._current_graph_task_id() == -1 else []  # -1: outside of a backward pass
+        return super().forward(scales.pop() * x)
+
+
+class Averaging(nn.Sequential):
+    """Multiplies by a moving average that the forward pass updates."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__(*parts)
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = super().forward(x)
+        self.average.lerp_(outputs.detach().mean(), 0.5)
+        return outputs * self.average
+
+
+def spectral(conv: nn.Module, *parts: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(conv), *parts)
+
+
+@pytest.mark.parametrize("block", [Caching, Queue, Averaging, spectral])
+def test_blocks_that_compute_something_else_when_called_again_are_kept(block: Any) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
-        blocks = [Caching(nn.Conv2d(4, 4, 1), nn.Tanh()) for _ in range(2)]
+        random.seed(0)
+        blocks = [block(nn.Conv2d(4, 4, 1), nn.Tanh()) for _ in range(2)]
         return nn.Sequential(nn.Conv2d(3, 4, 6), *blocks, nn.Flatten())
 
-    kept, step = step_of(model(), images()), recomputing(model())
+    kept = step_of(model(), images())
+    kept.run(torch.arange(12), ONE, step=0)
+    step = recomputing(model())
     assert len(step.activations.storage) == 2
-    for each in (kept, step):
-        outcome = each.run(torch.arange(12), ONE, step=0)
+    outcome = step.run(torch.arange(12), ONE, step=0)
     (fault,) = outcome.faults
     assert (fault.kind, "1, 2 are kept" in fault.detail) == (FaultKind.ACTIVATIONS_KEPT, True)
     assert not step.activations.storage
     assert same(gradients(step.model), gradients(kept.model))
+
+
+def test_a_model_may_differentiate_its_blocks_itself() -> None:
+    class Penalized(Network):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            outputs = super().forward(x)
+            (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+            return outputs + slope.square().mean()
+
+    found = []
+    for build in (lambda model: step_of(model, images()), recomputing):
+        step = build(Penalized(0.0, 0.0, 0.0))
+        step.run(torch.arange(12), ONE, step=0)
+        found.append(gradients(step.model))
+    assert len(step.activations.storage) == 3
+    assert same(*found)
+
+
+def test_a_plan_for_regions_that_a_model_no_longer_has_keeps_all() -> None:
+    activations = Activations({}, CPU)
+    activations.set({"blocks.0": Storage.RECOMPUTE})
+    assert not activations.storage
 
 
 def test_a_failure_of_the_users_own_checkpoint_comes_through() -> None:

@@ -118,6 +118,20 @@ def test_a_graph_reads_the_parts_of_batches_from_the_host() -> None:
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0.0, atol=0.0)
 
 
+def test_a_capture_that_fails_leaves_the_augmentation_to_the_eager_step() -> None:
+    drawn = []
+    for errors in ((), (RuntimeError("not permitted"),)):
+        source = OnTheHost(
+            *blobs(16), augment=lambda x, generator: drawn.append(torch.rand(1, generator=generator)) or x
+        )
+        cache = cache_of(step_of(mlp(), source), pool=RerunPool(*errors))
+        for step in range(3):
+            cache.run(ALL, ONE, step=step)
+    assert len(drawn) == 7  # what a failed capture drew is drawn again
+    assert drawn[:3] == [drawn[3], *drawn[5:]]
+    assert drawn[4] == drawn[5]
+
+
 def test_a_wait_ends_capturing_only_if_the_capture_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "the host waits for the device (model.py:1)"
     found = [Obstacle(text, is_certain=False)]

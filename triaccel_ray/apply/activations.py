@@ -141,7 +141,7 @@ class Activations:
                 return ()
             kind = type(self.regions[self._last_recomputed])
             differing = [name for name, region in self.regions.items() if type(region) is kind]
-            why = "what changes state of its own, a cache say, cannot be computed again"
+            why = "what changes state of its own, such as a cache (`use_cache=False`), cannot be computed again"
             return self._bar(differing, Storage.RECOMPUTE, why, step)
         overwriting = [name for name, region in self._recomputed.items() if region.overwrites]
         return self._bar(overwriting, Storage.RECOMPUTE, "what writes into its input cannot be computed again", step)
