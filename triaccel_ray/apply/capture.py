@@ -221,10 +221,11 @@ class StepCache:
 
     def _prepare(self, key: StepKind, indices: Tensor, loss_scale: Tensor, step: int) -> Fault | None:
         """Captures the step, or copies the samples into its graph's inputs; returns a fault if that fails."""
-        is_captured, state = key in self._entries, self._generator.get_state()
+        is_captured = key in self._entries
+        may_fail = not is_captured or self._entries[key].batch is not None  # a batch gathered on the device cannot
+        state = self._generator.get_state() if may_fail else None
         try:
-            # A batch gathered on the device cannot fail; any other may, on one rank alone.
-            with self.step.peers.agreeing(when=not is_captured or self._entries[key].batch is not None):
+            with self.step.peers.agreeing(when=may_fail):  # it may fail on one rank alone
                 if is_captured:
                     self._fill(self._entries[key], indices, key.batch_size)
                 else:
@@ -240,7 +241,8 @@ class StepCache:
         # Outside the handler, whose traceback holds the attempt's tensors.
         self.step.zero_grad()
         self._pool.release()
-        self._generator.set_state(state)  # the eager step draws the same augmentation
+        if state is not None:
+            self._generator.set_state(state)  # the eager step draws the same augmentation
         if is_too_large:
             self.step.activations.request_costs()
             self._too_large.add(key)  # until the pool is next released
