@@ -24,6 +24,7 @@ class WorkerPool:
         self._size, self._backend = size, backend
         self._folder = tempfile.TemporaryDirectory()
         self._num_jobs = 0
+        self._has_tried_again = False
         self._start()
 
     def _start(self) -> None:
@@ -40,7 +41,8 @@ class WorkerPool:
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Returns what `function(rank, *args)` returns on each rank of a group; one rank has no group.
 
-        The other ranks may wait for one that fails, so new processes replace them all.
+        The other ranks may wait for one that fails, so new processes replace them all. Where Gloo's connections break
+        while a group forms, as they rarely do on a busy machine, the new ones try again, once.
         """
         self._num_jobs += 1
         store = Path(self._folder.name) / str(self._num_jobs)
@@ -55,6 +57,9 @@ class WorkerPool:
             if error:
                 self._kill()
                 self._start()
+                if "connectFullMesh failed" in error and not self._has_tried_again:
+                    self._has_tried_again = True
+                    return self.run(world_size, function, *args)
                 raise AssertionError(error)
             found[rank] = result
         return [found[rank] for rank in range(world_size)]
