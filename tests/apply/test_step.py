@@ -45,6 +45,14 @@ def limited(where: str, limit: int, model: nn.Module) -> tuple[nn.Module, Any]:
 WHERE = pytest.mark.parametrize("where", ["forward", "backward", "budget"])
 
 
+def test_batch_normalization_of_vectors_never_gets_a_single_sample() -> None:
+    inputs, targets = blobs(16)
+    model = nn.Sequential(nn.Linear(inputs.shape[1], 8), nn.BatchNorm1d(8), Limited(1), nn.Linear(8, 4))
+    with pytest.raises(torch.OutOfMemoryError):
+        step_of(model, (inputs, targets)).run(ALL, ONE, step=0)
+    assert model[2].sizes[-1] == 2
+
+
 @WHERE
 @pytest.mark.parametrize(("limit", "parts"), [(16, 1), (15, 2), (5, 4), (1, 16)])
 def test_a_batch_that_does_not_fit_is_computed_in_parts(where: str, limit: int, parts: int) -> None:

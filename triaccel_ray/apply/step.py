@@ -103,6 +103,7 @@ class Step:
         self._is_budget_waived = False
         self._parameters = tuple(model.parameters())
         self.trained = trained_modules(model, loss)
+        self._least_samples = 2 if any(isinstance(each, nn.BatchNorm1d) for each in self.trained.modules()) else 1
         self._modules_with_buffers = tuple(module for module in self.trained.modules() if module._buffers)
 
     @property
@@ -152,7 +153,7 @@ class Step:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
         num_samples = len(indices) if num_samples is None else num_samples
-        most_parts = self.peers.ranks.largest_share(num_samples)
+        most_parts = max(self.peers.ranks.largest_share(num_samples) // self._least_samples, 1)
         planned = self.num_micro_batches, self.min_micro_batch_size, self.activations.storage
         obstacles: list[Obstacle] = []
         feature_faults: tuple[Fault, ...] = ()
