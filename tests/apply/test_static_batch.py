@@ -24,13 +24,6 @@ def test_values_follow_their_names_whatever_the_order() -> None:
     assert float(static.parts[1][2][0]) == 1.0
 
 
-def test_what_is_one_tensor_in_inputs_and_targets_is_one_in_the_copy() -> None:
-    labels = torch.zeros(2)
-    static = StaticBatch([(2, {"labels": labels}, {"y": labels})])
-    _, inputs, targets = static.parts[0]
-    assert inputs["labels"] is targets["y"] is not labels
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triaccel_ray.model.pytree import cast_floating, map_tensors, tensors_in
+from triaccel_ray.model.pytree import cast_floating, clone_tensors, copy_tensors, map_tensors, tensors_in
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -75,3 +75,26 @@ def test_tensors_are_met_in_a_mapping_that_checks_its_items() -> None:
 def test_only_floating_point_is_cast() -> None:
     cast = cast_floating({"ids": torch.arange(2), "mask": A}, torch.float16)
     assert (cast["ids"].dtype, cast["mask"].dtype) == (torch.int64, torch.float16)
+
+
+def named(pairs: list[tuple[str, Tensor]]) -> Any:
+    return Record(dict(pairs))
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict, MappingProxyType, named])
+def test_tensors_are_copied_by_name_whatever_the_order(kind: Any) -> None:
+    def made(names: str, number: float) -> Any:
+        pairs = [(name, torch.full((2,), number + index)) for index, name in enumerate(names)]
+        return (kind(dict(pairs) if kind is MappingProxyType else pairs),)
+
+    target = made("ab", 0.0)
+    before = tensors_in(target)
+    copy_tensors(target, made("ba", 5.0))
+    assert [float(tensor[0]) for tensor in before] == [6.0, 5.0]
+    assert all(one is other for one, other in zip(tensors_in(target), before, strict=True))
+
+
+def test_one_tensor_in_two_places_is_one_in_the_copy() -> None:
+    shared = torch.ones(2)
+    copied = clone_tensors(({"labels": shared}, [shared]))
+    assert copied[0]["labels"] is copied[1][0] is not shared

@@ -257,6 +257,7 @@ class Activations:
         try:
             with surroundings(), excluding():
                 yield
+        # Not any `Exception`: PyTorch ends a recomputation early by one of its own.
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             if is_out_of_memory(error):
                 raise

@@ -177,11 +177,12 @@ class StepCache:
         gradients.publish()
         self._update.run(outcome.loss_sum, key.batch_size, gradients)
         gradients.drop()
-        if self.step.fusion is not None and (reason := self.step.fusion.refused_because):
-            refusal = Fault(kind=FaultKind.FUSION_REFUSED, step=step, phase="fuse", detail=reason)
-            refusals, self._is_refusal_reported = () if self._is_refusal_reported else (refusal,), True
-            return replace(outcome, faults=(*outcome.faults, *refusals))
-        return outcome
+        reason = "" if self.step.fusion is None else self.step.fusion.refused_because
+        if not reason or self._is_refusal_reported:
+            return outcome
+        self._is_refusal_reported = True
+        refusal = Fault(kind=FaultKind.FUSION_REFUSED, step=step, phase="fuse", detail=reason)
+        return replace(outcome, faults=(*outcome.faults, refusal))
 
     def _run_first(self, key: StepKind, indices: Tensor, loss_scale: Tensor, step: int) -> tuple[Fault, ...]:
         """Runs the first step of a kind eagerly, and checks whether it can be captured.

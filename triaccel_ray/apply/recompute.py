@@ -58,7 +58,8 @@ class RecomputedRegion:
                 return call(*args, **kwargs)
             unpacked = iter(tensors)  # by autograd, which detects in-place writes to them
             positional, named = map_tensors(lambda _: next(unpacked), frozen)
-            return call(*positional, **named)
+            with recomputing():
+                return call(*positional, **named)
 
         @contextlib.contextmanager
         def recomputing() -> Iterator[None]:
@@ -77,29 +78,12 @@ class RecomputedRegion:
                 *inputs,
                 use_reentrant=False,
                 preserve_rng_state=False,  # `recomputing` does so
-                context_fn=lambda: (contextlib.nullcontext(), _Reusable(recomputing)),
             )
         if not is_captured and _versions(self._region) != buffers:
             raise CheckpointError("a region changes its buffers")
         if [tensor._version for tensor in inputs] != versions:
             self.overwrites = True
         return outputs
-
-
-class _Reusable(contextlib.AbstractContextManager[None]):
-    """A context that may be entered several times: a pass that is differentiated twice is recomputed twice."""
-
-    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self._make = make
-        self._entered: list[contextlib.AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        context = self._make()
-        context.__enter__()
-        self._entered.append(context)
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.pop().__exit__(*error)
 
 
 def _versions(region: nn.Module) -> list[tuple[int, int]]:

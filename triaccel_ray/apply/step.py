@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +20,7 @@ from triaccel_ray.apply.region_recorder import RegionRecorder
 from triaccel_ray.apply.step_in_backward import StepInBackward
 from triaccel_ray.cuda.capture_checks import Obstacle, watched
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError, first_line, is_out_of_memory
+from triaccel_ray.cuda.random_states import restoring_random_states
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.model.layers import Loss, forward, restoring_buffers, trained_modules
 from triaccel_ray.model.pytree import cast_floating
@@ -158,7 +157,7 @@ class Step:
         obstacles: list[Obstacle] = []
         feature_faults: tuple[Fault, ...] = ()
         memory_faults: tuple[Fault, ...] = ()  # of the last attempt only
-        restore = _snapshot(self._modules_with_buffers, self.sampler.generator)
+        restores = restoring_buffers(self._modules_with_buffers), restoring_random_states(self.sampler.generator)
         while True:
             num_parts = self.num_parts(num_samples)
             self.zero_grad()
@@ -181,7 +180,8 @@ class Step:
                 detail = first_line(error)
             # Outside the handler: the traceback no longer holds the attempt's tensors.
             self.zero_grad()
-            restore()
+            for restore in restores:
+                restore()
             self._memory.release()
             obstacles.clear()
             if disabled:
@@ -325,24 +325,3 @@ class Step:
     def num_parts(self, num_samples: int) -> int:
         """Returns the number of micro-batches of a batch of so many samples."""
         return min(self.num_micro_batches, -(-num_samples // self.min_micro_batch_size))
-
-
-def _snapshot(with_buffers: Iterable[nn.Module], generator: torch.Generator) -> Callable[[], None]:
-    """Returns a function that restores these modules' buffers and the random states as they are now."""
-    restore_buffers = restoring_buffers(with_buffers)
-    generators = [generator, torch.default_generator]
-    if generator.device.type == "cuda":
-        generators.append(torch.cuda.default_generators[generator.device.index])
-    states = [each.get_state() for each in generators]
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
-
-    def restore() -> None:
-        restore_buffers()
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-        for each, state in zip(generators, states, strict=True):
-            each.set_state(state)
-
-    return restore

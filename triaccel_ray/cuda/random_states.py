@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,6 +46,27 @@ def default_generator(device: torch.device) -> torch.Generator | None:
         torch.cuda.current_device() if device.index is None else device.index
     ]
     return generator
+
+
+def restoring_random_states(generator: torch.Generator) -> Callable[[], None]:
+    """Returns a function that restores this generator, and the global ones of its device and the host, as they are now.
+
+    Quicker than `random_states`, whose states can be stored in a file.
+    """
+    own = default_generator(generator.device)
+    generators = [generator, torch.default_generator, *([] if own is None else [own])]
+    states = [each.get_state() for each in generators]
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
+
+    def restore() -> None:
+        for each, state in zip(generators, states, strict=True):
+            each.set_state(state)
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+    return restore
 
 
 @contextlib.contextmanager

@@ -35,6 +35,39 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
+def clone_tensors(value: Any) -> Any:
+    """Returns `value` with copies of its tensors; one tensor in several places is one in the copy, too."""
+    made: dict[int, Tensor] = {}
+
+    def cloned(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor.clone()
+        return made[id(tensor)]
+
+    return map_tensors(cloned, value)
+
+
+def copy_tensors(target: Any, source: Any) -> None:
+    """Copies the tensors of `source` into those of `target`, a value alike; by name in mappings, whatever their order.
+
+    The host does not wait.
+    """
+    if isinstance(target, Tensor):
+        target.copy_(source, non_blocking=True)
+    elif isinstance(target, Mapping):
+        for key, value in target.items():
+            copy_tensors(value, source[key])
+    elif isinstance(target, tuple | list):
+        for pair in zip(target, source, strict=True):
+            copy_tensors(*pair)
+    elif dataclasses.is_dataclass(target):
+        for field in dataclasses.fields(target):
+            copy_tensors(getattr(target, field.name), getattr(source, field.name))
+    else:
+        for pair in zip(tensors_in(target), tensors_in(source), strict=True):
+            copy_tensors(*pair)
+
+
 def widened(value: Any) -> Any:
     """Returns `value` with its floating-point tensors of less than 32 bits in FP32."""
     return map_tensors(lambda x: x.float() if x.is_floating_point() and x.itemsize < 4 else x, value)

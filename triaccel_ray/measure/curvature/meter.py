@@ -26,7 +26,7 @@ from triaccel_ray.measure.curvature.objective import Method, Objective, measurin
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate
 from triaccel_ray.measure.timing import synchronize
 from triaccel_ray.model.layers import Layer, Loss, without_cudnn
-from triaccel_ray.model.pytree import map_tensors, tensors_in
+from triaccel_ray.model.pytree import clone_tensors, copy_tensors, map_tensors
 
 _MAX_CAPTURED_PASSES = 64
 """Most passes of the model in one CUDA graph; each adds a few thousand kernels."""
@@ -53,16 +53,14 @@ class _Recording:
 
     def __init__(self, measure: Callable[[Any, Any], CurvatureEstimate], samples: Any, pool: GraphPool) -> None:
         """Captures `measure` on copies of the samples; raises what `GraphPool.capture` raises."""
-        static = map_tensors(torch.clone, samples)
-        self._tensors = tensors_in(static)
+        self._samples = static = clone_tensors(samples)
         estimates: list[CurvatureEstimate] = []
         self._graph = pool.capture(lambda: estimates.append(measure(*static)))
         self._estimate = estimates[0]
 
     def replay(self, samples: Any) -> CurvatureEstimate:
         """Returns the measurement of new samples, copied out of the graph's memory, which other graphs may share."""
-        for static, given in zip(self._tensors, tensors_in(samples), strict=True):
-            static.copy_(given, non_blocking=True)
+        copy_tensors(self._samples, samples)
         self._graph.replay()
         matrices, noise = self._estimate.matrices, self._estimate.noise
         return replace(self._estimate, matrices=matrices.clone(), noise=None if noise is None else noise.clone())
