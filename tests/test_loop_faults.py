@@ -50,6 +50,17 @@ def test_an_error_of_memory_that_nothing_helps_says_what_fills_it(budget: int | 
     assert str(raised.value).startswith(because)
 
 
+def test_closing_frees_the_graphs_before_weights_are_joined_which_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, _ = loop_of(mlp(), blobs(24), QUIET)
+    training, order = loop._training, []
+    for name, owner in {"graphs": training.pool, "weights": training.precision.weights}.items():
+        release = owner.release
+        monkeypatch.setattr(owner, "release", lambda name=name, release=release: (order.append(name), release()))
+    loop.close()
+    assert order[0] == "graphs"
+    assert order[-1] == "weights"
+
+
 def gathering() -> nn.Module:
     """Adds up a layer's outputs in a tensor of its own, which is FP32."""
     total = lambda self, x: torch.zeros(len(x), 4).index_add_(0, torch.arange(len(x)), self.linear(x))  # noqa: E731

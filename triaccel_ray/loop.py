@@ -166,7 +166,7 @@ class ControlLoop(EpochLoop):
         indices = self.sampler.take(plan.batch_size)
         timer.begin()
         shares = self.sampler.last_batch
-        with explaining_errors(self.memory, precision):
+        with explaining_errors(self._training):
             faults = self._training.steps.run(indices, scale, step=self.num_steps, shares=shares)
         timer.end(counts=shares.num_samples == plan.batch_size)
         self._schedule.advance(self.sampler)

@@ -8,7 +8,7 @@ from typing import Any
 from tests.decide.build import memory_signal, observation_of, out_of_memory
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import Decision, decide, initial_decision
-from triaccel_ray.decide.memory import RECOMPUTE, Measured, added_ms, cheapest_plan, modelled_bytes
+from triaccel_ray.decide.memory import RECOMPUTE, Measured, added_ms, cheapest_plan, modelled_bytes, sums_bytes
 from triaccel_ray.records.plan import Fault, Plan, Precision
 from triaccel_ray.records.signals import LayerSignal, MemoryProfile, Observation, RegionSignal
 
@@ -56,7 +56,7 @@ class Device:
     transient_share: float = 0.0
     """Memory that the planner does not know, by the saved bytes of the micro-batch."""
     ms_factor: float = 1.0
-    pass_ms: float = 1.5
+    pass_ms: float = 5.0
 
     @property
     def available_bytes(self) -> int:
@@ -64,7 +64,8 @@ class Device:
 
     def peak_bytes(self, plan: Plan) -> int:
         kept, stored = (modelled_bytes(self.profile, each, plan.micro_batch_size) for each in ({}, plan.storage))
-        known = self.fixed_bytes + round(kept - (kept - stored) * self.bytes_factor)
+        known = self.fixed_bytes + sums_bytes(self.profile, plan.num_micro_batches)
+        known += round(kept - (kept - stored) * self.bytes_factor)
         return known + plan.micro_batch_size * self.transient_bytes_per_sample
 
     @property

@@ -139,7 +139,7 @@ def test_the_model_of_time_is_that_of_the_streams(profile, data):
 def measured_of(profile: MemoryProfile, batch_size: int = 16, parts: int = 1, **others: object) -> Measured:
     plan = plan_of(batch_size, parts)
     peak = 5000 + modelled_bytes(profile, {}, plan.micro_batch_size)
-    return Measured(plan=plan, **{"peak_bytes": peak, "step_ms": 1000.0, **others})
+    return Measured(plan=plan, **{"peak_bytes": peak, "step_ms": 1000.0, "pass_ms": 0.0, **others})
 
 
 def names(profile: MemoryProfile) -> tuple[str, ...]:
@@ -212,6 +212,17 @@ def test_an_undivided_plan_must_not_be_much_slower_than_micro_batches(step_ms, p
     measured = measured_of(ALIKE, 8, pass_ms=0.5, step_ms=step_ms)
     chosen = cheapest_plan(replace(ALIKE, can_split=False), measured, budget_bytes=5220, changeable="abcd")
     assert chosen.num_micro_batches == parts
+
+
+@pytest.mark.parametrize(("step_ms", "storage_ms", "parts"), [(10.0, 1.0, 2), (100.0, 1.0, 1), (100.0, 9.0, 2)])
+def test_a_micro_batch_that_was_never_timed_costs_a_tenth_of_a_step(step_ms, storage_ms, parts):
+    profile = replace(ALIKE, regions=tuple(replace(each, forward_ms=storage_ms) for each in ALIKE.regions))
+    measured = measured_of(profile, 8, pass_ms=None, step_ms=step_ms)
+    chosen = cheapest_plan(profile, measured, budget_bytes=5220, changeable="abcd")
+    assert chosen.num_micro_batches == parts
+    in_two = measured_of(profile, 8, parts=2, pass_ms=None, step_ms=110.0)
+    assert predict(profile, in_two, {}, 1).ms == pytest.approx(100.0)
+    assert predict(profile, in_two, {}, 4).ms == pytest.approx(130.0)
 
 
 def test_bytes_that_the_model_does_not_know_follow_the_size_of_the_micro_batch():

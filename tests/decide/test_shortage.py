@@ -156,4 +156,4 @@ def test_the_cost_of_a_micro_batch_is_remembered_after_a_plan_that_was_not_timed
         assert measure(observation, RESNET, judged, state).pass_ms == expected
         after = remember_plan(observation, judged, plan_of(64, 2), state)
         assert (after.pass_ms, after.other_timing.num_micro_batches) == (expected, 4)
-        assert remember_plan(observation, judged, plan_of(32, 2), state).pass_ms == 0.0
+        assert remember_plan(observation, judged, plan_of(32, 2), state).pass_ms is None

@@ -15,6 +15,7 @@ from triaccel_ray.decide.memory import OFFLOAD, RECOMPUTE
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.plan import Plan, Precision, ReasonCode
 from triaccel_ray.records.signals import LayerSignal, Observation
+from triaccel_ray.records.state import Stored
 
 
 def reasons_of(run: Run, code: ReasonCode) -> list[str]:
@@ -84,6 +85,28 @@ def test_a_plan_that_is_slower_than_predicted_is_undone_and_held():
     assert undone[0].plan.storage == least.storage
     assert len(undone) <= 4  # held for 5, 10, 20, ... ticks
     assert reasons_of(run, ReasonCode.MEMORY_MISPREDICTED)
+
+
+def test_a_plan_that_tells_what_a_micro_batch_costs_is_undone_and_another_tried_at_once():
+    """Four times as much as assumed: the first faster plan divides the batch, and is the slowest of all."""
+    regions = tuple(replace(each, forward_ms=3 * each.forward_ms) for each in SMALL.profile.regions)
+    profile = replace(SMALL.profile, regions=regions, to_host_bytes_per_ms=0.0, to_device_bytes_per_ms=0.0)
+    run = Run(device=replace(SMALL, profile=profile, pass_ms=80.0))
+    decisions = run.ticks(6)
+    assert max(decision.plan.num_micro_batches for decision in decisions) == 2
+    assert len([each for each in decisions if ReasonCode.SLOWER in codes(each, "throughput")]) == 1
+    assert run.plan.num_micro_batches == 1
+    assert run.device.step_ms(run.plan) <= 1.03 * run.best_ms()
+
+
+def test_many_micro_batches_that_failed_bar_no_undivided_batch_that_needs_no_sums_of_gradients():
+    run = Run(device=replace(SMALL, profile=replace(SMALL.profile, accumulation_bytes=800 * MIB)))
+    first = run.tick()
+    memory = replace(first.state.memory, failed=Stored(storage={}, num_micro_batches=16), cap_ticks_left=5)
+    run.decision = replace(first, state=replace(first.state, memory=memory))
+    second = run.tick()
+    assert second.plan.num_micro_batches == 1
+    assert second.state.memory.predicted_ms < SMALL.step_ms(first.plan)
 
 
 @pytest.mark.parametrize(("first_ms", "samples_left", "waits"), [(100.0, 64, True), (1e6, 64 * 100, False)])

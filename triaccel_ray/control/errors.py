@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import torch
 
 from triaccel_ray.apply.agreement import PeerOutOfMemoryError
-from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.config import ControlConfig
+from triaccel_ray.control.training import Training
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
-from triaccel_ray.measure.memory import MemoryMeter, mib
+from triaccel_ray.measure.memory import mib
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.records.signals import Observation
 
@@ -40,22 +40,23 @@ def require_finite(config: ControlConfig, observation: Observation) -> None:
 
 
 @contextlib.contextmanager
-def explaining_errors(memory: MemoryMeter, precision: LayerPrecision) -> Iterator[None]:
+def explaining_errors(training: Training) -> Iterator[None]:
     """Adds to an error of the step inside what would help: if memory has run out, or code takes no 16-bit tensors."""
     try:
         yield
     except (RuntimeError, MemoryError, TypeError) as error:
+        memory = training.memory
         if not is_out_of_memory(error):
-            is_low = any(dtype is not torch.float32 for dtype in precision.key)
+            is_low = any(dtype is not torch.float32 for dtype in training.precision.key)
             if is_low and any(sign in str(error) for sign in _OF_LOW_PRECISION):
                 error.args = (f"{error}{_TO_FP32}",)
             raise
         if isinstance(error, PeerOutOfMemoryError):
             raise
+        advice = ", or set ".join(filter(None, ["Give more memory", " or ".join(training.unused_savings)]))
         text = (
             f"memory ran out, and smaller micro-batches could not help: {first_line(error)}. The "
             f"{'memory budget' if memory.has_budget else 'memory'} of {memory.name} is {mib(memory.limit_bytes)}, of "
-            f"which the process held {mib(memory.idle_bytes)} before the first batch. Give more memory, or set weights "
-            "= 'split', step_in_backward = True, or optimizer_state = '8bit'"
+            f"which the process held {mib(memory.idle_bytes)} before the first batch. {advice}"
         )
         raise (MemoryError(text) if type(error) is MemoryError else torch.OutOfMemoryError(text)) from error

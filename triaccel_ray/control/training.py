@@ -132,6 +132,16 @@ class Training:
         """The object that runs each layer in its precision."""
         return self.steps.step.precision
 
+    @property
+    def unused_savings(self) -> list[str]:
+        """The settings of weights and optimizer that would take less memory than those in force."""
+        in_force = {
+            "weights = 'split'": self._split_weights is not None,
+            "step_in_backward = True": self._stepper is not None,
+            "optimizer_state = '8bit'": self._config.optimizer_state == "8bit",
+        }
+        return [setting for setting, is_used in in_force.items() if not is_used]
+
     def make_room(self) -> None:
         """Frees the memory of captured steps, which can be captured again, and the allocator's unused blocks."""
         self.pool.release()
@@ -152,12 +162,12 @@ class Training:
         with contextlib.ExitStack() as stack:
             stack.callback(self.statistics.mend)
             stack.callback(self.sampler.close)
-            stack.callback(self.pool.release)
             stack.callback(self.precision.remove)
             if self._stepper is not None:
                 stack.callback(self._stepper.remove)
             if self.steps.step.compilation is not None:
                 stack.callback(self.steps.step.compilation.remove)
+            stack.callback(self.make_room)  # called first: weights that are joined need some of the graphs' memory
 
     def _build_steps(self, buckets: Sequence[Sequence[int]] | None) -> StepCache:
         """Returns the step cache.

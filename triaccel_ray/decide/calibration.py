@@ -38,8 +38,11 @@ def measure(observation: Observation, profile: MemoryProfile, judged: Judgement,
     )
 
 
-def _pass_ms(observation: Observation, judged: Judgement, state: MemoryState) -> float:
-    """Returns what a further micro-batch adds to a step, from two timings; what it last did without a second one."""
+def _pass_ms(observation: Observation, judged: Judgement, state: MemoryState) -> float | None:
+    """Returns what a further micro-batch adds to a step, from two timings; what it last did without a second one.
+
+    None if it was never timed.
+    """
     plan, other, base_ms = observation.plan, state.other_timing, _base_ms(observation, judged)
     if base_ms is None or other is None or other.batch_size != plan.batch_size:
         return state.pass_ms
@@ -56,9 +59,8 @@ def _bytes_per_sample(observation: Observation, profile: MemoryProfile, other: P
     if other is None or other.batch_size != plan.batch_size:
         return 0
     further = plan.micro_batch_size - -(-plan.batch_size // other.stored.num_micro_batches)
-    sums, other_sums = (sums_bytes(profile, each.num_micro_batches) for each in (plan, other.stored))
-    beyond = observation.memory.window_peak_bytes - bytes_of(profile, Stored.under(plan), plan) - sums
-    other_beyond = other.peak_bytes - bytes_of(profile, other.stored, plan) - other_sums
+    beyond = observation.memory.window_peak_bytes - bytes_of(profile, Stored.under(plan), plan)
+    other_beyond = other.peak_bytes - bytes_of(profile, other.stored, plan)
     return max(math.ceil((beyond - other_beyond) / further), 0) if further else 0
 
 
@@ -99,7 +101,7 @@ def compare(observation: Observation, state: MemoryState) -> tuple[MemoryState, 
         reasons.append(_mispredicted(f"step {step_ms:.1f} ms, predicted {ms_before:.1f}", step_ms, ms_before))
     state = replace(state, predicted_bytes=None, predicted_ms=None)
     if profile is not None and failed is not None and not is_tight(observation.memory):
-        taken = modelled_bytes(profile, plan.storage, plan.micro_batch_size)
+        taken = bytes_of(profile, Stored.under(plan), plan)
         is_as_large = taken >= BARRED_SHARE * bytes_of(profile, failed, plan)
         if is_as_large and plan.num_micro_batches <= failed.num_micro_batches:
             state = replace(state, failed=None, cap_ticks_left=0, times_failed=0, times_short=0)
@@ -146,7 +148,7 @@ def remember_plan(observation: Observation, judged: Judgement, new: Plan, state:
     if not new.steps_as(old):
         state = replace(state, adapting_ms=observation.adapting_ms)
     if (new.batch_size, new.precision) != (old.batch_size, old.precision):
-        unknown = replace(state, other_timing=None, pass_ms=0.0, other_peak=None, examined_bytes=None)
+        unknown = replace(state, other_timing=None, pass_ms=None, other_peak=None, examined_bytes=None)
         return replace(unknown, predicted_bytes=None, predicted_ms=None)
     if new.num_micro_batches == old.num_micro_batches:
         return state
@@ -163,8 +165,9 @@ def remember_plan(observation: Observation, judged: Judgement, new: Plan, state:
 
 
 def bytes_of(profile: MemoryProfile, stored: Stored, plan: Plan) -> int:
-    """Returns the model's bytes of the batch of `plan` when stored as `stored` says."""
-    return modelled_bytes(profile, stored.storage, -(-plan.batch_size // stored.num_micro_batches))
+    """Returns the model's bytes, sums of gradients included, of the batch of `plan` when stored as `stored` says."""
+    saved = modelled_bytes(profile, stored.storage, -(-plan.batch_size // stored.num_micro_batches))
+    return saved + sums_bytes(profile, stored.num_micro_batches)
 
 
 def _step_ms(observation: Observation, judged: Judgement) -> float | None:

@@ -81,7 +81,8 @@ def decide_storage(
     Only a batch that cannot shrink is planned: an elastic one above its smallest size shrinks and keeps everything.
 
     - After an out-of-memory error that passed once all regions were recomputed, all stay recomputed.
-    - A plan that was slower than predicted is undone, and no other is tried for a while.
+    - A plan that was slower than predicted is undone, and no other is tried for a while; at once if this was the first
+      to tell what a micro-batch costs.
     - Where memory is nearly exhausted, because other processes took it, the cheapest plan that still fits is chosen.
     - Otherwise the cheapest plan is chosen if it is faster and saves more time than it costs: as much as the last
       change of plan. It is chosen anyway if it undoes micro-batches that change the results, which `cheapest_plan`
@@ -102,11 +103,12 @@ def decide_storage(
     if lacks_memory:
         return _after_failure(config, observation, unchanged)
     if undo is not None and undo.stored is not None:
+        is_first_timing = state.pass_ms is None and undo.stored.num_micro_batches != plan.num_micro_batches
         return replace(
             unchanged,
             storage=undo.stored.storage,
             num_micro_batches=undo.stored.num_micro_batches,
-            state=_held(config, state),
+            state=state if is_first_timing else _held(config, state),
             reasons=(*reasons, _plan_reason(observation, undo.stored, "the faster plan was slower")),
         )
     if config.revert_slowdowns and _is_smallest(config.batch, plan) and observation.regions:

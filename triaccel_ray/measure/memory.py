@@ -19,8 +19,10 @@ from triaccel_ray.cuda.out_of_memory import BudgetExceededError
 from triaccel_ray.records.signals import MemorySignal
 
 MIB = 2**20
+LIBRARIES_BYTES = 192 * MIB
+"""Kept free of a budget until `require_room`: the first samples load libraries, which take 162 MiB on an H200."""
 LAZY_LOADING_BYTES = 96 * MIB
-"""Kept free until the first tick for memory that libraries, kernels and graphs take outside the allocator."""
+"""Kept free from then until the first tick for what libraries, kernels and graphs take outside the allocator."""
 NEW_PLAN_BYTES = 32 * MIB
 """Kept free afterwards for what a new plan loads outside the allocator: kernels, streams, arguments of a graph."""
 
@@ -236,7 +238,7 @@ class CudaMemory(MemoryMeter):
         self._reset_peak()
         self.source = "nvml process" if self._own_bytes() is not None else "allocator pool, NVML hides processes"
         super().__init__(budget_bytes, headroom_bytes)
-        self._enforce()
+        self._enforce(reserve_bytes=LIBRARIES_BYTES)
 
     def require_room(self) -> None:
         """Turns a headroom into a budget, and keeps `LAZY_LOADING_BYTES` of it free until the first reading."""
@@ -260,18 +262,14 @@ class CudaMemory(MemoryMeter):
 
     def _own_bytes(self) -> int | None:
         """Returns the driver's figure for this process; None in a container with process IDs of its own."""
-        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-        own = [p.usedGpuMemory for p in processes if p.pid == os.getpid() and p.usedGpuMemory]
-        return int(own[0]) if own else None
+        own = [p for p in pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle) if p.pid == os.getpid()]
+        return int(own[0].usedGpuMemory) if own and own[0].usedGpuMemory else None
 
     def _outside_bytes(self, used: int) -> int:
         return max(used - torch.cuda.memory_reserved(self._device), 0)
 
     def _peak_bytes(self, used: int) -> int:
-        """Returns the peak of the memory that the allocator reserved, plus what the process holds outside it.
-
-        The driver sees reserved memory, which may have been freed between two samples.
-        """
+        """Returns the peak of the allocator's reserved memory, which the driver saw, plus what is held outside it."""
         self.allocated_peak_bytes = max(self.allocated_peak_bytes, torch.cuda.max_memory_allocated(self._device))
         return torch.cuda.max_memory_reserved(self._device) + self._outside_bytes(used)
 
@@ -283,7 +281,7 @@ class CudaMemory(MemoryMeter):
         if self.has_budget and self._outside_bytes(used) < self.limit_bytes:
             self._enforce(reserve_bytes=NEW_PLAN_BYTES)
 
-    def _enforce(self, *, reserve_bytes: int = 0) -> None:
+    def _enforce(self, *, reserve_bytes: int) -> None:
         """Caps the allocator at the budget minus what the process holds outside it.
 
         `reserve_bytes`, at most half of the free rest, are kept back for code and buffers loaded outside the allocator.

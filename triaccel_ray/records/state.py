@@ -118,8 +118,8 @@ class MemoryState:
     """Number of times that such a plan was undone: the hold doubles each time."""
     other_timing: PassTiming | None = None
     """Another number of micro-batches, timed with the current batch size and precisions."""
-    pass_ms: float = 0.0
-    """Milliseconds that a further micro-batch added when two numbers were last timed; 0: unknown."""
+    pass_ms: float | None = None
+    """Milliseconds that a further micro-batch added when two numbers were last timed; None: unknown."""
     other_peak: PeakReading | None = None
     """The memory of another number of micro-batches, with the current batch size and precisions."""
     adapting_ms: float = 0.0

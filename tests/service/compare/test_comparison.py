@@ -183,6 +183,9 @@ def test_the_score_is_shown_by_every_reading_and_whether_they_agree() -> None:
     assert list(grid.header) == ["method", "s/epoch, process GB", "whole run s, process GB"]
     assert grid.note.endswith("triaccel leads by every reading")
     assert "leads" not in readings_grid("", {"amp": amp}, Goal()).note
+    near = {**rows, "engine-amp": results("engine-amp", 89.9, 91.9, training_seconds=(9.0, 9.0), peak_gb=(1.0, 1.0))}
+    note = readings_grid("", near, Goal()).note
+    assert note.endswith("triaccel leads by every reading; as good within the standard deviations: engine-amp")
     unequal = {**rows, "fp32": results("fp32", 99.0, training_seconds=(0.1,))}
     assert "fp32" not in readings_grid("", unequal, Goal()).note  # of one seed alone
     del fast.by_seed[0]["allocated_peak_gb"]  # type: ignore[attr-defined]

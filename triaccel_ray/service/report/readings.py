@@ -18,21 +18,18 @@ def readings_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, tar
         reading: {name: results.scored_by(reading, goal) for name, results in rows.items()} for reading in READINGS
     }
     by_reading = {reading: scored for reading, scored in by_reading.items() if best_of(scored)}
-    leaders = {
-        reading: best_of(scored)
+    compared: dict[str, tuple[Mapping[str, MethodResults], str]] = {
+        reading: (scored, "score")
         for reading, scored in by_reading.items()
         if all(len(scored[name].by_seed) == len(results.by_seed) for name, results in rows.items())
     }
     costs = {} if target is None else dict(TO_TARGET)
     if {JOULES in figures for results in rows.values() for figures in results.by_seed.values()} != {True}:
         costs.pop("joules_to_target", None)
-    leaders |= {costs[figure]: name for figure in costs if (name := best_of(rows, figure, least=True))}
+    compared |= {costs[figure]: (rows, figure) for figure in costs if best_of(rows, figure, least=True)}
     verdict = ""
-    if leaders and sum(bool(results.by_seed) for results in rows.values()) > 1:
-        verdict = f"{next(iter(leaders.values()))} leads by every reading"
-        if len(set(leaders.values())) > 1:
-            all_leaders = ", ".join(f"{name} by {reading}" for reading, name in leaders.items())
-            verdict = f"the readings disagree: {all_leaders}"
+    if sum(bool(results.by_seed) for results in rows.values()) > 1:
+        verdict = _verdict(compared)
     return Grid(
         title=title if target is None else f"{title}, and costs to the target",
         header=("method", *by_reading, *costs.values()),
@@ -50,6 +47,25 @@ def readings_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, tar
             verdict,
         ),
     )
+
+
+def _verdict(compared: Mapping[str, tuple[Mapping[str, MethodResults], str]]) -> str:
+    """Returns which method leads, of reading -> rows and figure, and which ones are as good."""
+    leaders = {reading: best_of(rows, figure, least=figure != "score") for reading, (rows, figure) in compared.items()}
+    if len(set(leaders.values())) > 1:
+        return "the readings disagree: " + ", ".join(f"{name} by {reading}" for reading, name in leaders.items())
+    if not leaders:
+        return ""
+    leader, tables = next(iter(leaders.values())), list(compared.values())
+    equals = [name for name in tables[0][0] if name != leader and all(_is_near(leader, name, *each) for each in tables)]
+    tail = f"; as good within the standard deviations: {', '.join(equals)}" if equals else ""
+    return f"{leader} leads by every reading{tail}"
+
+
+def _is_near(name: str, other: str, rows: Mapping[str, MethodResults], figure: str) -> bool:
+    """Returns whether two rows' means differ by at most their standard deviations; False with a single seed."""
+    spread = rows[name].deviation(figure) + rows[other].deviation(figure)
+    return abs(rows[name].mean(figure) - rows[other].mean(figure)) <= spread
 
 
 def _cost(results: MethodResults, figure: str) -> str:
