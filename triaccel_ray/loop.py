@@ -189,12 +189,13 @@ class ControlLoop(EpochLoop):
         seen = self._pending.take_observation()
         if seen is None:
             return None
-        faults = (*seen.faults, *self.sensors.take_faults())
+        faults, step = (*seen.faults, *self.sensors.take_faults()), self._training.steps.step
         observation = replace(
             seen,
             faults=faults,
-            regions=tuple(self._training.steps.step.activations.regions),
+            regions=tuple(step.activations.regions),
             adapting_ms=self._actuators.adapting_ms,
+            is_compiled=step.is_compiled,
             samples_left=self.sampler.samples_left,
             parameters=self._training.parameters,
         )

@@ -164,10 +164,11 @@ class Graphs(Loop):
         super().__init__(replace(CONFIG, batch=BatchConfig()), lambda plan: fixed + 0.01 * plan.batch_size)
         self.price, self.spent, self.left, self.share = price, first, samples_left, 0.01
         self.noise: NoiseSignal | None = None
+        self.is_compiled = False
 
     def tick(self, **others: Any) -> Decision:
-        before = self.plan.batch_size
-        decision = super().tick(adapting_ms=self.spent, samples_left=self.left, noise=self.noise, **others)
+        before, seen = self.plan.batch_size, {"noise": self.noise, "is_compiled": self.is_compiled}
+        decision = super().tick(adapting_ms=self.spent, samples_left=self.left, **seen, **others)
         if self.plan.batch_size != before:
             self.spent += self.price
         return decision
@@ -212,11 +213,18 @@ def test_what_a_larger_batch_saves_must_exceed_what_it_costs(left: int, sizes: l
 
 
 @pytest.mark.parametrize(
-    ("later", "sizes"),
-    [(200.0, [96, 192, 448]), (2000.0, [96])],  # the short last batch of an epoch; a new precision
+    ("later", "compiled", "sizes"),
+    [
+        (200.0, False, [96, 192, 448]),  # the short last batch of an epoch
+        (2000.0, False, [96]),  # a new precision
+        (200.0, True, [96]),  # compiled code may not be valid for 192
+    ],
 )
-def test_a_new_size_is_expected_to_cost_what_a_later_plan_did_not_the_first(later: float, sizes: list[int]):
+def test_a_new_size_is_expected_to_cost_what_a_later_plan_did_not_the_first(
+    later: float, compiled: bool, sizes: list[int]
+):
     loop = Graphs(fixed=1.0, price=300.0, first=6000.0, samples_left=500_000)
+    loop.is_compiled = compiled
     assert loop.sizes() == [96]  # a sixth of 10 s might be saved
     loop.spent += later
     assert loop.sizes() == sizes

@@ -1,6 +1,4 @@
 import mmap
-import subprocess
-import sys
 
 import psutil
 import pytest
@@ -154,28 +152,6 @@ def test_the_allocator_keeps_the_budget() -> None:
     finally:
         CudaMemory(device, None)  # lifts the cap
     torch.ones(512 * MIB, dtype=torch.uint8, device=device)
-
-
-_FILLING = """
-import torch
-from triaccel_ray.measure.memory import CudaMemory
-memory, held = CudaMemory(torch.device("cuda", 0), 2**30), []
-try:
-    while True:
-        held.append(torch.ones(2**22, device="cuda"))
-        (held[0] @ held[0], torch.nn.functional.conv2d(torch.ones(8, 8, 16, 16).cuda(), torch.ones(8, 8, 3, 3).cuda()))
-        (torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")).bfloat16()
-except torch.OutOfMemoryError:
-    memory.refresh_peaks()
-    print(memory.peak_bytes)
-"""
-
-
-@pytest.mark.gpu
-def test_libraries_that_load_while_tensors_fill_the_budget_do_not_exceed_it() -> None:
-    """In a process of its own, in which no library has loaded its code yet."""
-    done = subprocess.run([sys.executable, "-c", _FILLING], capture_output=True, text=True, check=True)
-    assert 900 * MIB < int(done.stdout) <= 1024 * MIB
 
 
 @pytest.mark.gpu

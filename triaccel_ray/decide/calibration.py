@@ -145,8 +145,6 @@ def is_tight(memory: MemorySignal) -> bool:
 def remember_plan(observation: Observation, judged: Judgement, new: Plan, state: MemoryState) -> MemoryState:
     """Returns the state after `new` replaces the plan, with time and memory of the old number of micro-batches."""
     old = observation.plan
-    if not new.steps_as(old):
-        state = replace(state, adapting_ms=observation.adapting_ms)
     if (new.batch_size, new.precision) != (old.batch_size, old.precision):
         unknown = replace(state, other_timing=None, pass_ms=None, other_peak=None, examined_bytes=None)
         return replace(unknown, predicted_bytes=None, predicted_ms=None)

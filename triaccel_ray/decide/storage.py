@@ -28,10 +28,10 @@ from triaccel_ray.decide.memory import (
     least_plan,
     modelled_bytes,
 )
-from triaccel_ray.decide.throughput import Judgement
+from triaccel_ray.decide.throughput import Judgement, expected_cost_ms
 from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode, Storage
 from triaccel_ray.records.signals import MemoryProfile, Observation
-from triaccel_ray.records.state import MemoryState, Stored, storage_of_all
+from triaccel_ray.records.state import MemoryState, Stored, ThroughputState, storage_of_all
 
 _MOST_SHORT = 2
 """Number of plans in a row that may run short although predicted to fit, before no other is tried during the bar."""
@@ -84,9 +84,9 @@ def decide_storage(
     - A plan that was slower than predicted is undone, and no other is tried for a while; at once if this was the first
       to tell what a micro-batch costs.
     - Where memory is nearly exhausted, because other processes took it, the cheapest plan that still fits is chosen.
-    - Otherwise the cheapest plan is chosen if it is faster and saves more time than it costs: as much as the last
-      change of plan. It is chosen anyway if it undoes micro-batches that change the results, which `cheapest_plan`
-      prefers up to a limit, or keeps everything of an elastic batch that memory lets grow.
+    - Otherwise the cheapest plan is chosen if it is faster and saves more time than it costs. It is chosen anyway if it
+      undoes micro-batches that change the results, which `cheapest_plan` prefers up to a limit, or keeps everything of
+      an elastic batch that memory lets grow.
     - After plans ran short although predicted to fit, the margin grows, and after two in a row none is tried for the
       ticks of the bar.
 
@@ -144,7 +144,7 @@ def _planned(
     if (is_high and is_tight(observation.memory)) or (in_use and is_not_capturable(observation)):
         return _smaller(planning, unchanged)
     if in_use and may_change and not judged.is_open:
-        return _faster(planning, unchanged, judged.state.growth_ms)
+        return _faster(planning, unchanged, judged.state)
     return unchanged
 
 
@@ -213,7 +213,7 @@ def _smaller(planning: _Planning, unchanged: MemoryDecision) -> MemoryDecision:
     return _changed(observation, replace(unchanged, state=state), chosen, why)
 
 
-def _faster(planning: _Planning, unchanged: MemoryDecision, growth_ms: float | None) -> MemoryDecision:
+def _faster(planning: _Planning, unchanged: MemoryDecision, timings: ThroughputState) -> MemoryDecision:
     """Returns the cheapest plan that fits if it saves more time on the samples left than a new plan costs."""
     config, observation, measured = planning.config, planning.observation, planning.measured
     state, plan, profile = unchanged.state, observation.plan, planning.profile
@@ -237,8 +237,8 @@ def _faster(planning: _Planning, unchanged: MemoryDecision, growth_ms: float | N
     if chosen.prediction.ms > measured.step_ms * (1.0 if is_plain else _FASTER_SHARE):
         return unchanged
     saved_ms = (measured.step_ms - chosen.prediction.ms) * observation.samples_left / plan.batch_size
-    last_ms = observation.adapting_ms - state.adapting_ms or observation.adapting_ms
-    cost_ms = last_ms if growth_ms is None else growth_ms
+    has_new_sizes = chosen.num_micro_batches != plan.num_micro_batches
+    cost_ms = expected_cost_ms(observation, timings, has_new_sizes=has_new_sizes)
     if saved_ms > cost_ms:
         if not profile.can_split and chosen.num_micro_batches > plan.num_micro_batches:
             unchanged = replace(unchanged, state=_held(config, unchanged.state))  # or it might go to and fro

@@ -87,9 +87,8 @@ def size_that_pays(
     `sizes` are those that fit, in ascending order, all above the current one. A step's time is taken as affine in the
     batch size, through the current size and another one. If the current size is not efficient (`EFFICIENT_SHARE`), the
     smallest efficient one is chosen, or the largest that fits. Until a second size is timed, at most twice the current
-    one is chosen, and `_EXPECTED_SHARE` estimates what is saved. The saving is that on the samples left. The cost is
-    that of the last growth; before the first, the most that an interval has spent on new plans since the first plan,
-    which also loaded libraries and compiled kernels. An epoch's short last batch takes about as long as a new size.
+    one is chosen, and `_EXPECTED_SHARE` estimates what is saved. The saving is that on the samples left, the cost is
+    `expected_cost_ms`.
 
     Where no steps are captured, as on a CPU, new sizes cost nothing: the first of `sizes` is chosen.
     """
@@ -112,11 +111,24 @@ def size_that_pays(
         text = f"the largest batch would make steps only {potential:.1%} faster a sample"
         return batch_reason(ReasonCode.HELD_COST, text, potential, 1.0 - EFFICIENT_SHARE)
     saved_ms = saved_share * observation.samples_left * ms_per_sample
-    cost_ms = state.later_ms or observation.adapting_ms if state.growth_ms is None else state.growth_ms
+    cost_ms = expected_cost_ms(observation, state, has_new_sizes=True)
     if saved_ms > cost_ms:
         return chosen
     text = f"a batch of {chosen} {expected} save {saved_ms / 1e3:.2g} s, and a new size costs {cost_ms / 1e3:.2g} s"
     return batch_reason(ReasonCode.HELD_COST, text, saved_ms, cost_ms)
+
+
+def expected_cost_ms(observation: Observation, state: ThroughputState, *, has_new_sizes: bool) -> float:
+    """Returns what a new plan is expected to cost: as much as the last larger batch or faster memory plan.
+
+    Before the first of these, the most that an interval has spent on new plans since the first plan, which also loaded
+    libraries and compiled kernels: an epoch's short last batch takes about as long as a new size. But a model that is
+    compiled may be compiled anew for other sizes of batch or micro-batch. That costs at most all that was spent so far.
+    """
+    if state.growth_ms is not None:
+        return state.growth_ms
+    is_known = state.later_ms > 0.0 and not (has_new_sizes and observation.is_compiled)
+    return state.later_ms if is_known else observation.adapting_ms
 
 
 def efficient_size(ms_per_sample: Mapping[int, float]) -> int:

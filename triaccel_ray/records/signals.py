@@ -166,6 +166,8 @@ class Observation:
     """Of these, skipped since the last step that was not."""
     adapting_ms: float = 0.0
     """Milliseconds spent on new plans since the run began: first steps, compilation, captures."""
+    is_compiled: bool = False
+    """Whether the model is compiled by `torch.compile`, which may compile it anew for other sizes."""
     samples_left: int = 0
     """Samples until the end of the run; as many as it has trained if its length is unknown."""
     noise: NoiseSignal | None = None

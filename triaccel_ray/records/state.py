@@ -122,8 +122,6 @@ class MemoryState:
     """Milliseconds that a further micro-batch added when two numbers were last timed; None: unknown."""
     other_peak: PeakReading | None = None
     """The memory of another number of micro-batches, with the current batch size and precisions."""
-    adapting_ms: float = 0.0
-    """Milliseconds spent on new plans before the last change of plan."""
     examined_bytes: int | None = None
     """Room for saved tensors when the last search found no faster plan; None: the next tick searches again."""
 
