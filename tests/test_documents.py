@@ -57,8 +57,12 @@ def test_the_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-        assert (page.parent / target).exists(), target
+    for target, section in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        if section:
+            titles = re.findall(r"^#+ (.*)", linked.read_text(), flags=re.MULTILINE)
+            assert section in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], section
 
 
 @pytest.mark.parametrize("command", COMMANDS)
