@@ -45,12 +45,21 @@ def limited(where: str, limit: int, model: nn.Module) -> tuple[nn.Module, Any]:
 WHERE = pytest.mark.parametrize("where", ["forward", "backward", "budget"])
 
 
-def test_batch_normalization_of_vectors_never_gets_a_single_sample() -> None:
+@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(8), nn.Sequential(nn.Unflatten(1, (8, 1, 1)), nn.BatchNorm2d(8), nn.Flatten())]
+)
+def test_batch_normalization_never_gets_a_single_sample_unless_its_statistics_are_frozen(
+    norm: nn.Module, least: int
+) -> None:
     inputs, targets = blobs(16)
-    model = nn.Sequential(nn.Linear(inputs.shape[1], 8), nn.BatchNorm1d(8), Limited(1), nn.Linear(8, 4))
+    model = nn.Sequential(nn.Linear(inputs.shape[1], 8), norm.train(least == 2), Limited(0), nn.Linear(8, 4))
+    step = step_of(model, (inputs, targets))
     with pytest.raises(torch.OutOfMemoryError):
-        step_of(model, (inputs, targets)).run(ALL, ONE, step=0)
-    assert model[2].sizes[-1] == 2
+        step.run(ALL, ONE, step=0)
+    assert model[2].sizes[-1] == least
+    step.set_num_micro_batches(16)
+    assert step.num_parts(16) == 16 // least
 
 
 @WHERE

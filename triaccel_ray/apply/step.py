@@ -102,7 +102,8 @@ class Step:
         self._is_budget_waived = False
         self._parameters = tuple(model.parameters())
         self.trained = trained_modules(model, loss)
-        self._least_samples = 2 if any(isinstance(each, nn.BatchNorm1d) for each in self.trained.modules()) else 1
+        kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
+        self._batch_norms = tuple(module for module in self.trained.modules() if isinstance(module, kinds))
         self._modules_with_buffers = tuple(module for module in self.trained.modules() if module._buffers)
 
     @property
@@ -152,7 +153,7 @@ class Step:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
         num_samples = len(indices) if num_samples is None else num_samples
-        most_parts = max(self.peers.ranks.largest_share(num_samples) // self._least_samples, 1)
+        most_parts = self._most_parts(num_samples)
         planned = self.num_micro_batches, self.min_micro_batch_size, self.activations.storage
         obstacles: list[Obstacle] = []
         feature_faults: tuple[Fault, ...] = ()
@@ -324,4 +325,13 @@ class Step:
 
     def num_parts(self, num_samples: int) -> int:
         """Returns the number of micro-batches of a batch of so many samples."""
-        return min(self.num_micro_batches, -(-num_samples // self.min_micro_batch_size))
+        planned = min(self.num_micro_batches, -(-num_samples // self.min_micro_batch_size))
+        return min(planned, self._most_parts(num_samples))
+
+    def _most_parts(self, num_samples: int) -> int:
+        """Returns into how many micro-batches a batch can be split; batch normalization needs two samples in each.
+
+        A single sample's vector, or its map of one pixel, has no variance.
+        """
+        least_samples = 2 if any(norm.training for norm in self._batch_norms) else 1
+        return max(self.peers.ranks.largest_share(num_samples) // least_samples, 1)
