@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import psutil
 import pytest
@@ -59,6 +59,27 @@ def test_closing_frees_the_graphs_before_weights_are_joined_which_takes_memory(m
     loop.close()
     assert order[0] == "graphs"
     assert order[-1] == "weights"
+
+
+_LEAN = {"weights": "split", "step_in_backward": True}
+
+
+@pytest.mark.parametrize(
+    ("fused", "form", "advice"),
+    [
+        (True, {}, ", or set weights = 'split' or optimizer_state = '8bit' or step_in_backward = True"),
+        (True, _LEAN, ", or set optimizer_state = '8bit'"),
+        (True, {**_LEAN, "optimizer_state": "8bit"}, ""),
+        (False, {}, ""),  # they need the fused optimizer
+    ],
+)
+def test_an_error_of_memory_names_the_settings_that_are_left(fused: bool, form: Any, advice: str) -> None:
+    model = nn.Sequential(mlp(), Limited(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    loop = ControlLoop(model, optimizer, cross_entropy, blobs(24), config=replace(QUIET, **form))
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        loop.step()
+    assert str(raised.value).endswith(f"before the first batch. Give more memory{advice}")
 
 
 def gathering() -> nn.Module:

@@ -189,7 +189,8 @@ class ControlLoop(EpochLoop):
         seen = self._pending.take_observation()
         if seen is None:
             return None
-        faults, step = (*seen.faults, *self.sensors.take_faults()), self._training.steps.step
+        faults = (*seen.faults, *self.sensors.take_faults())
+        step = self._training.steps.step
         observation = replace(
             seen,
             faults=faults,

@@ -46,20 +46,23 @@ WHERE = pytest.mark.parametrize("where", ["forward", "backward", "budget"])
 
 
 @pytest.mark.parametrize("least", [1, 2])
-@pytest.mark.parametrize(
-    "norm", [nn.BatchNorm1d(8), nn.Sequential(nn.Unflatten(1, (8, 1, 1)), nn.BatchNorm2d(8), nn.Flatten())]
-)
+@pytest.mark.parametrize("is_map", [False, True])
 def test_batch_normalization_never_gets_a_single_sample_unless_its_statistics_are_frozen(
-    norm: nn.Module, least: int
+    is_map: bool, least: int
 ) -> None:
     inputs, targets = blobs(16)
+    norm = nn.Sequential(nn.Unflatten(1, (8, 1, 1)), nn.BatchNorm2d(8), nn.Flatten()) if is_map else nn.BatchNorm1d(8)
     model = nn.Sequential(nn.Linear(inputs.shape[1], 8), norm.train(least == 2), Limited(0), nn.Linear(8, 4))
     step = step_of(model, (inputs, targets))
     with pytest.raises(torch.OutOfMemoryError):
         step.run(ALL, ONE, step=0)
     assert model[2].sizes[-1] == least
-    step.set_num_micro_batches(16)
-    assert step.num_parts(16) == 16 // least
+    model[2].limit = 16
+    for parts, num_samples, sizes in [(16, 16, {1: [1] * 16, 2: [2] * 8}), (7, 10, {1: [2] * 3 + [1] * 4, 2: [2] * 5})]:
+        model[2].sizes.clear()
+        step.set_num_micro_batches(parts)
+        step.run(ALL[:num_samples], ONE, step=1)
+        assert model[2].sizes == sizes[least]
 
 
 @WHERE
@@ -117,7 +120,7 @@ def test_parts_stay_until_they_are_set_and_a_short_batch_passes_in_no_more_than_
         ((4, 4), 16, [4, 4, 4, 4]),
         ((4, 4), 5, [3, 2]),
         ((4, 4), 1, [1]),
-        ((7, 1), 10, [2] * 5),  # no sample is left alone beside larger parts
+        ((7, 1), 10, [2, 2, 2, 1, 1, 1, 1]),
     ]:
         step.set_num_micro_batches(*parts)
         model[1].sizes.clear()

@@ -284,7 +284,7 @@ def test_thinning_loses_little(seed, monkeypatch):
     measured = measured_of(profile, 256)
     limits = {"budget_bytes": int(measured.peak_bytes * (0.3 + 0.1 * seed)), "changeable": names(profile)}
     chosen = cheapest_plan(profile, measured, **limits)
-    monkeypatch.setattr("triaccel_ray.decide.memory._FINE", 10**6)
+    monkeypatch.setattr("triaccel_ray.decide.storage_search._FINE", 10**6)
     best = cheapest_plan(profile, measured, **limits)
     whole_pass = sum(each.forward_ms for each in profile.regions)
     assert best.prediction.ms <= chosen.prediction.ms <= best.prediction.ms + 0.01 * whole_pass

@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.decide.build import capture_out_of_memory, memory_signal, observation_of, out_of_memory, plan_of
-from tests.decide.memory_device import MIB, REGIONS, SMALL, Device, Run, device_of, profile_of, region_of
+from tests.decide.memory_device import CONFIG, MIB, REGIONS, SMALL, Device, Run, device_of, profile_of, region_of
 from triaccel_ray.decide.calibration import budget_bytes, compare, forget_shortage, measure, remember_plan
 from triaccel_ray.decide.memory import RECOMPUTE, modelled_bytes
+from triaccel_ray.decide.storage import decide_storage
 from triaccel_ray.decide.throughput import Judgement
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.state import MemoryState, PassTiming, PeakReading, Stored, ThroughputState
+from triaccel_ray.records.state import Change, MemoryState, PassTiming, PeakReading, Stored, ThroughputState
 
 COSTS = {"saved": 800, "input": 250, "offloadable": 760, "forward_ms": 1.0, "backward_ms": 2.0}
 RESNET = profile_of(*(region_of(name, **COSTS) for name in REGIONS), can_split=False)
@@ -145,6 +146,21 @@ def test_a_plan_with_more_micro_batches_says_nothing_of_the_one_that_failed(part
     state, _ = compare(observation_of(plan, memory=memory, step_ms=10.0, profile=RESNET), before)
     assert (state.failed is None) == is_over
     assert (state.times_short, state.times_failed) == ((0, 0) if is_over else (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("may_change", "is_timed", "is_held"), [(True, True, False), (False, True, True), (True, False, True)]
+)
+def test_a_slower_plan_is_not_held_against_others_only_if_it_tells_what_a_micro_batch_costs(
+    may_change, is_timed, is_held
+):
+    observation = observation_of(plan_of(64, 4), memory=memory_signal(500, 1000), step_ms=40.0, regions=REGIONS)
+    undo = Change(ms_per_sample=0.5, stored=Stored(storage={}, num_micro_batches=2))
+    timing = PassTiming(batch_size=64, num_micro_batches=2, ms=25.0) if is_timed else None
+    judged, state = Judgement(state=ThroughputState(), undo=undo), MemoryState(other_timing=timing)
+    decision = decide_storage(CONFIG, observation, state, judged, lacks_memory=False, may_change=may_change)
+    assert decision.num_micro_batches == 2
+    assert bool(decision.state.hold_ticks) == is_held
 
 
 def test_the_cost_of_a_micro_batch_is_remembered_after_a_plan_that_was_not_timed():

@@ -22,8 +22,11 @@ def reasons_of(run: Run, code: ReasonCode) -> list[str]:
     return [reason.text for _, decision in run.log for reason in decision.reasons if reason.code is code]
 
 
-def test_a_batch_that_does_not_fit_is_recomputed_then_planned():
-    run = Run(device=SMALL)
+@pytest.mark.parametrize(("pass_ms", "most"), [(5.0, 1.03), (1.5, 1.05)])
+def test_a_batch_that_does_not_fit_is_recomputed_then_planned(pass_ms: float, most: float):
+    """A micro-batch that costs less than assumed is never tried, nor its cost known."""
+    device = replace(SMALL, pass_ms=pass_ms)
+    run = Run(device=device)
     first = run.tick()
     assert first.plan.storage == dict.fromkeys(REGIONS, RECOMPUTE)
     assert (first.plan.batch_size, first.plan.num_micro_batches) == (64, 1)
@@ -31,11 +34,11 @@ def test_a_batch_that_does_not_fit_is_recomputed_then_planned():
     assert "6 of 6 regions recomputed" in first.reasons[0].text
     second = run.tick()
     assert second.plan.storage != first.plan.storage
-    assert second.state.memory.predicted_ms < SMALL.step_ms(first.plan)
+    assert second.state.memory.predicted_ms < device.step_ms(first.plan)
     assert second.state.memory.predicted_bytes <= 0.97 * SMALL.total_bytes
     run.ticks(20)
     assert run.num_failures == 1
-    assert SMALL.step_ms(run.plan) <= 1.03 * run.best_ms()
+    assert device.step_ms(run.plan) <= most * run.best_ms()
     assert run.num_changes(last=10) == 0
     text = reasons_of(run, ReasonCode.MEMORY_PLAN)[1]
     assert text.startswith("memory plan: ")
@@ -217,7 +220,8 @@ def test_no_death_no_oscillation_and_the_cheapest_plan_in_the_end(seed):
     device = run.device
     assert device.peak_bytes(run.plan) <= device.available_bytes
     if device.bytes_factor == 1.0 and device.ms_factor == 1.0:
-        assert device.step_ms(run.plan) <= (1.1 if device.transient_share else 1.04) * run.best_ms()
+        is_misjudged = device.transient_share or device.pass_ms < 5.0  # cheaper micro-batches than assumed
+        assert device.step_ms(run.plan) <= (1.1 if is_misjudged else 1.04) * run.best_ms()
 
 
 @settings(max_examples=10, deadline=None)

@@ -22,7 +22,14 @@ from triaccel_ray.cuda.capture_checks import Obstacle, watched
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError, first_line, is_out_of_memory
 from triaccel_ray.cuda.random_states import restoring_random_states
 from triaccel_ray.data.sampler import Sampler
-from triaccel_ray.model.layers import Loss, forward, restoring_buffers, trained_modules
+from triaccel_ray.model.layers import (
+    Loss,
+    batch_norms,
+    forward,
+    restoring_buffers,
+    trained_modules,
+    uses_batch_statistics,
+)
 from triaccel_ray.model.pytree import cast_floating
 from triaccel_ray.records.plan import Fault, FaultKind
 from triaccel_ray.records.signals import RegionSignal
@@ -102,8 +109,7 @@ class Step:
         self._is_budget_waived = False
         self._parameters = tuple(model.parameters())
         self.trained = trained_modules(model, loss)
-        kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
-        self._batch_norms = tuple(module for module in self.trained.modules() if isinstance(module, kinds))
+        self._batch_norms = batch_norms(self.trained)
         self._modules_with_buffers = tuple(module for module in self.trained.modules() if module._buffers)
 
     @property
@@ -150,10 +156,10 @@ class Step:
         loss and gradient are its addends to those of all ranks.
 
         Raises:
-            torch.OutOfMemoryError, MemoryError: not even a single sample fits.
+            torch.OutOfMemoryError, MemoryError: not even a single sample fits, or two with batch normalization.
         """
         num_samples = len(indices) if num_samples is None else num_samples
-        most_parts = self._most_parts(num_samples)
+        most_parts = max(self.peers.ranks.largest_share(num_samples) // self._least_samples, 1)
         planned = self.num_micro_batches, self.min_micro_batch_size, self.activations.storage
         obstacles: list[Obstacle] = []
         feature_faults: tuple[Fault, ...] = ()
@@ -317,21 +323,15 @@ class Step:
         num_samples = len(indices)
         if num_samples == 0:
             return
-        num_parts = min(self.num_parts(num_of_all or num_samples), num_samples)
-        if num_samples // num_parts == 1 and num_samples > num_parts:
-            num_parts = num_samples // 2  # for batch normalization, no sample stands alone beside larger parts
+        num_parts = min(self.num_parts(num_of_all or num_samples), max(num_samples // self._least_samples, 1))
         for part in indices.tensor_split(num_parts):
             yield len(part), *self.sampler.source.batch(part, self.sampler.generator)
 
     def num_parts(self, num_samples: int) -> int:
         """Returns the number of micro-batches of a batch of so many samples."""
-        planned = min(self.num_micro_batches, -(-num_samples // self.min_micro_batch_size))
-        return min(planned, self._most_parts(num_samples))
+        return min(self.num_micro_batches, -(-num_samples // self.min_micro_batch_size))
 
-    def _most_parts(self, num_samples: int) -> int:
-        """Returns into how many micro-batches a batch can be split; batch normalization needs two samples in each.
-
-        A single sample's vector, or its map of one pixel, has no variance.
-        """
-        least_samples = 2 if any(norm.training for norm in self._batch_norms) else 1
-        return max(self.peers.ranks.largest_share(num_samples) // least_samples, 1)
+    @property
+    def _least_samples(self) -> int:
+        """Samples that a micro-batch needs: a single one's vector, or its map of one pixel, has no variance."""
+        return 2 if any(uses_batch_statistics(norm) for norm in self._batch_norms) else 1

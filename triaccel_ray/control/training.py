@@ -95,6 +95,7 @@ class Training:
             with self._on_stream():
                 self.parameters = parameter_signal(task, self.layers, config, limits=memory, ranks=self.ranks)
         form, _ = decide_form(config, self.parameters)
+        self._form = form
         self._split_weights = SplitWeights(model, self.layers, optimizer) if form.is_split else None
         buckets = buckets_of(model, watched_parameters(optimizer, self.layers)) if form.steps_in_backward else None
         self.optimizer = LayerwiseOptimizer(
@@ -134,11 +135,15 @@ class Training:
 
     @property
     def unused_savings(self) -> list[str]:
-        """The settings of weights and optimizer that would take less memory than those in force."""
+        """The settings of weights and optimizer that are supported, and would take less memory than those in force."""
+        if without_kernel_because(self.optimizer.optimizer):
+            return []
+        form = self._form
         in_force = {
-            "weights = 'split'": self._split_weights is not None,
-            "step_in_backward = True": self._stepper is not None,
+            "weights = 'split'": form.is_split,
             "optimizer_state = '8bit'": self._config.optimizer_state == "8bit",
+            "step_in_backward = True": form.steps_in_backward or not self.ranks.is_alone,
+            "shard_optimizer = True": form.shares_optimizer or self.ranks.is_alone,
         }
         return [setting for setting, is_used in in_force.items() if not is_used]
 

@@ -33,12 +33,12 @@ def measure(observation: Observation, profile: MemoryProfile, judged: Judgement,
         plan=observation.plan,
         peak_bytes=observation.memory.window_peak_bytes,
         step_ms=_step_ms(observation, judged),
-        pass_ms=_pass_ms(observation, judged, state),
+        pass_ms=timed_pass_ms(observation, judged, state),
         bytes_per_sample=_bytes_per_sample(observation, profile, state.other_peak),
     )
 
 
-def _pass_ms(observation: Observation, judged: Judgement, state: MemoryState) -> float | None:
+def timed_pass_ms(observation: Observation, judged: Judgement, state: MemoryState) -> float | None:
     """Returns what a further micro-batch adds to a step, from two timings; what it last did without a second one.
 
     None if it was never timed.
@@ -154,7 +154,7 @@ def remember_plan(observation: Observation, judged: Judgement, new: Plan, state:
         peak_bytes = observation.memory.window_peak_bytes
         peak = PeakReading(batch_size=old.batch_size, stored=Stored.under(old), peak_bytes=peak_bytes)
         state = replace(state, other_peak=peak)
-    state = replace(state, pass_ms=_pass_ms(observation, judged, state))
+    state = replace(state, pass_ms=timed_pass_ms(observation, judged, state))
     base_ms = _base_ms(observation, judged)
     if base_ms is None:
         return state

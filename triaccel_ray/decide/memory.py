@@ -12,24 +12,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from triaccel_ray.decide.storage_search import END, ONE_NS, Region, cheapest_storages
 from triaccel_ray.records.plan import Plan, Storage
 from triaccel_ray.records.signals import MemoryProfile, RegionSignal
 
 KEEP, RECOMPUTE, OFFLOAD = Storage
-_COARSE, _FINE = 32, 1024
-"""Numbers of partial plans carried from one region to the next, in a first search and in one bounded by its result."""
-_ONE_NS = 1 << 20
-"""Weight of a nanosecond in the cost of a plan; a changed region weighs 1 and decides between equal times."""
 UNDIVIDED_SHARE = 1.25
 """Where micro-batches change the results, fewer of them are preferred up to this multiple of the fastest plan's time.
 Batch normalization then takes its statistics from the parts, which is worth a quarter of a step's time, not its double:
 micro-batches compete with recomputation and offloading."""
 UNTIMED_PASS_SHARE = 0.1
 """Share of an undivided step that a further micro-batch is assumed to add before two numbers were timed. On an H200 it
-added 0.14 (ConvNeXt, 16 of 64 samples), 0.21 (GPT, 1 of 4) and 0.49 (BERT, 16 of 32)."""
-
-_Point = tuple[int, int, int]
-"""A partial plan: bytes held, cost, and the storages of its regions as digits to the base 3."""
+added 0.14 (ConvNeXt, 16 of 64 samples), 0.21 (GPT, 1 of 4) and 0.49 (BERT, 16 of 32). It is below these, because a
+share that is too high is never corrected: no micro-batch is tried then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,29 +62,6 @@ class MemoryPlan:
     """Only the regions that do not keep their tensors."""
     num_micro_batches: int
     prediction: Prediction
-
-
-@dataclass(frozen=True, slots=True)
-class _Region:
-    """A region's costs as integers: bytes and nanoseconds of one pass of the profile's micro-batch."""
-
-    running: int
-    """Bytes while its backward pass runs: its saved tensors and the gradients."""
-    moved: int
-    held: tuple[int, int, int]
-    """Bytes between the passes, for KEEP, RECOMPUTE and OFFLOAD."""
-    forward_ns: int
-    backward_ns: int
-    to_host_ns: int
-    to_device_ns: int
-
-    def exposed_ns(self, following: _Region, storage: int) -> int:
-        """Returns how long compute waits for this region's transfers if it is offloaded."""
-        behind = following.backward_ns + (following.forward_ns if storage == 1 else 0)
-        return max(self.to_host_ns - following.forward_ns, 0) + max(self.to_device_ns - behind, 0)
-
-
-_END = _Region(0, 0, (0, 0, 0), 0, 0, 0, 0)
 
 
 def modelled_bytes(profile: MemoryProfile, storage: Mapping[str, Storage], micro_batch_size: int) -> int:
@@ -137,7 +109,7 @@ def predict(
     new += _beyond_model_bytes(profile, measured, num_micro_batches)
     ms = measured.step_ms
     if ms is not None:
-        ms += _pass_ms(profile, measured) * (num_micro_batches - old.num_micro_batches)
+        ms += _expected_pass_ms(profile, measured) * (num_micro_batches - old.num_micro_batches)
         ms += added_ms(profile, storage, old.batch_size) - added_ms(profile, old.storage, old.batch_size)
         ms = max(ms, 0.0)
     return Prediction(ms=ms, peak_bytes=measured.peak_bytes + new - now)
@@ -164,27 +136,27 @@ def cheapest_plan(
         budget_bytes: limit on the predicted peak.
         changeable: names of the regions that may be recomputed or offloaded.
         accumulate: least number of micro-batches.
-        most_bytes: limit on `modelled_bytes` and `sums_bytes`, which bars plans that failed; None: no limit.
+        most_bytes: limit on the sum of `modelled_bytes` and `sums_bytes`, which bars plans that failed; None: no limit.
     """
     plan = measured.plan
     room = budget_bytes - measured.peak_bytes + modelled_bytes(profile, plan.storage, plan.micro_batch_size)
     regions, choices = _regions(profile), _choices(profile, changeable)
-    pass_ms = _pass_ms(profile, measured)
+    pass_ms = _expected_pass_ms(profile, measured)
     base_ms = _plain_ms(profile, measured) - pass_ms * plan.num_micro_batches
     share = 1.0 if profile.can_split else UNDIVIDED_SHARE
     found: list[tuple[float, int, int]] = []
-    for parts in _numbers_of_parts(plan, accumulate):
+    for parts in _numbers_of_parts(profile, plan, accumulate):
         least_ms = max(base_ms, 0.0) + pass_ms * parts
         if found and (least_ms >= min(found)[0] or found[0][0] <= share * least_ms):
             break  # more parts are slower, or not faster by enough
         bound = room - _beyond_model_bytes(profile, measured, parts)
         bound = bound if most_bytes is None else min(bound, most_bytes - sums_bytes(profile, parts))
-        cheapest = _cheapest(regions, choices, bound * profile.micro_batch_size // -(-plan.batch_size // parts))
+        cheapest = cheapest_storages(regions, choices, bound * profile.micro_batch_size // -(-plan.batch_size // parts))
         if cheapest is None:
             continue
         cost, digits = cheapest
-        found.append((least_ms + _per_batch(profile, cost // _ONE_NS, plan.batch_size), parts, digits))
-        if cost < _ONE_NS:
+        found.append((least_ms + _per_batch(profile, cost // ONE_NS, plan.batch_size), parts, digits))
+        if cost < ONE_NS:
             break  # more parts would save no more
     if not found:
         return None
@@ -211,7 +183,10 @@ def least_plan(profile: MemoryProfile, measured: Measured, *, changeable: Collec
 
 
 def _plain_ms(profile: MemoryProfile, measured: Measured) -> float:
-    """Returns the milliseconds of a step of as many micro-batches that keeps everything; the profile's if untimed."""
+    """Returns the milliseconds of a step of the plan in force without recomputation and transfers.
+
+    If no step was timed, those of the profile's passes.
+    """
     plan = measured.plan
     if measured.step_ms is None:
         plain_ns = sum(region.forward_ns + region.backward_ns for region in _regions(profile))
@@ -219,7 +194,7 @@ def _plain_ms(profile: MemoryProfile, measured: Measured) -> float:
     return max(measured.step_ms - added_ms(profile, plan.storage, plan.batch_size), 0.0)
 
 
-def _pass_ms(profile: MemoryProfile, measured: Measured) -> float:
+def _expected_pass_ms(profile: MemoryProfile, measured: Measured) -> float:
     """Returns what a further micro-batch adds to a step; until that is timed, a share of the undivided step."""
     if measured.pass_ms is not None:
         return measured.pass_ms
@@ -235,11 +210,11 @@ def _beyond_model_bytes(profile: MemoryProfile, measured: Measured, num_micro_ba
     return sums + measured.bytes_per_sample * further_samples
 
 
-def _regions(profile: MemoryProfile) -> list[_Region]:
+def _regions(profile: MemoryProfile) -> list[Region]:
     return [_region(profile, each) for each in profile.regions]
 
 
-def _region(profile: MemoryProfile, signal: RegionSignal) -> _Region:
+def _region(profile: MemoryProfile, signal: RegionSignal) -> Region:
     saved = signal.saved_bytes
     moved = min(signal.offloadable_bytes, saved)
     rates = profile.to_host_bytes_per_ms, profile.to_device_bytes_per_ms
@@ -247,7 +222,7 @@ def _region(profile: MemoryProfile, signal: RegionSignal) -> _Region:
     held = saved, min(signal.input_bytes, saved), saved - moved
     running = saved + min(2 * signal.input_bytes, saved)
     forward_ns, backward_ns = round(1e6 * signal.forward_ms), round(1e6 * signal.backward_ms)
-    return _Region(running, moved, held, forward_ns, backward_ns, to_host, to_device)
+    return Region(running, moved, held, forward_ns, backward_ns, to_host, to_device)
 
 
 def _kinds(profile: MemoryProfile, storage: Mapping[str, Storage]) -> list[int]:
@@ -275,81 +250,22 @@ def _choices(profile: MemoryProfile, changeable: Collection[str]) -> list[tuple[
     return choices
 
 
-def _numbers_of_parts(plan: Plan, accumulate: int) -> list[int]:
-    """Returns the numbers of micro-batches to choose from: the one in force, and `accumulate` times powers of two."""
+def _numbers_of_parts(profile: MemoryProfile, plan: Plan, accumulate: int) -> list[int]:
+    """Returns the numbers of micro-batches to choose from: the one in force, and `accumulate` times powers of two.
+
+    Where micro-batches change the results, by batch normalization, each holds at least two samples.
+    """
+    most = plan.batch_size if profile.can_split else plan.batch_size // 2
     doubled = (accumulate << power for power in range(plan.batch_size.bit_length()))
-    return sorted({plan.num_micro_batches, *(parts for parts in doubled if parts <= plan.batch_size)})
+    return sorted({plan.num_micro_batches, *(parts for parts in doubled if parts <= most)})
 
 
-def _added_ns(regions: Sequence[_Region], kinds: Sequence[int]) -> int:
+def _added_ns(regions: Sequence[Region], kinds: Sequence[int]) -> int:
     total = sum(region.forward_ns for region, kind in zip(regions, kinds, strict=True) if kind == 1)
-    for (region, kind), (following, next_kind) in pairwise(zip([*regions, _END], [*kinds, 0], strict=True)):
+    for (region, kind), (following, next_kind) in pairwise(zip([*regions, END], [*kinds, 0], strict=True)):
         total += region.exposed_ns(following, next_kind) if kind == 2 else 0
     return total
 
 
 def _per_batch(profile: MemoryProfile, nanoseconds: int, batch_size: int) -> float:
     return 1e-6 * nanoseconds * batch_size / profile.micro_batch_size
-
-
-def _cheapest(regions: Sequence[_Region], choices: Sequence[tuple[int, ...]], room: int) -> tuple[int, int] | None:
-    """Returns cost and digits of the cheapest storages whose peak is at most `room` bytes; None if there are none."""
-    coarse = _search(regions, choices, room, _COARSE, math.inf)
-    return coarse and min(coarse, _search(regions, choices, room, _FINE, coarse[0]) or coarse)
-
-
-def _search(
-    regions: Sequence[_Region], choices: Sequence[tuple[int, ...]], room: int, most_points: int, most_cost: float
-) -> tuple[int, int] | None:
-    """Returns cost and digits of the cheapest storages found within `room` bytes and `most_cost`.
-
-    Dynamic programming in forward order. What is to come depends on a partial plan only through the bytes held and
-    whether its last region is offloaded. So for either case it carries the partial plans of which no other holds less
-    and costs no more, and among more than `most_points`, the ones that `_thinned` leaves.
-    """
-    limits = [room]  # on the bytes held before each region, such that the regions to come can still fit
-    for region, kinds in zip(reversed(regions), reversed(choices), strict=True):
-        limits.append(min(room - region.running, limits[-1] - min(region.held[kind] for kind in kinds)))
-    fronts: tuple[list[_Point], list[_Point]] = ([(0, 0, 0)] if limits.pop() >= 0 else [], [])
-    before = _END
-    for region, kinds in zip([*regions, _END], [*choices, (0,)], strict=True):
-        limit = limits.pop() if limits else room
-        pools: tuple[list[_Point], list[_Point]] = ([], [])
-        for is_offloaded, front in enumerate(fronts):
-            most = room - region.running - (before.moved if is_offloaded else 0)
-            for kind in kinds:
-                wait_ns = before.exposed_ns(region, kind) if is_offloaded else 0
-                cost = _ONE_NS * (wait_ns + (region.forward_ns if kind == 1 else 0)) + (kind > 0)
-                held = region.held[kind]
-                bound = min(most, limit - held)
-                pools[kind == 2].extend(
-                    (taken + held, spent + cost, 3 * digits + kind)
-                    for taken, spent, digits in front
-                    if taken <= bound and spent <= most_cost - cost
-                )
-        fronts, before = (_thinned(pools[0], most_points), _thinned(pools[1], most_points)), region
-    return min(((spent, digits // 3) for _, spent, digits in fronts[0]), default=None)
-
-
-def _thinned(points: list[_Point], most: int) -> list[_Point]:
-    """Returns the points of which no other holds less and costs no more, and of many, at most `most` + 2.
-
-    The range of costs is divided into equal parts, of which each keeps the point that holds least. So a thinning loses
-    at most one part, a `most`-th of the range, and never the point that holds least or the one that costs least.
-    """
-    points.sort()
-    front: list[_Point] = []
-    best = math.inf
-    for point in points:
-        if point[1] < best:
-            best = point[1]
-            front.append(point)
-    if len(front) <= most:
-        return front
-    width = (front[0][1] - front[-1][1]) // most + 1
-    kept, last = [], -1
-    for point in front:
-        if point[1] // width != last:
-            kept.append(point)
-            last = point[1] // width
-    return kept if kept[-1] == front[-1] else [*kept, front[-1]]

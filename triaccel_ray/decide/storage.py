@@ -17,6 +17,7 @@ from triaccel_ray.decide.calibration import (
     is_not_capturable,
     is_tight,
     measure,
+    timed_pass_ms,
 )
 from triaccel_ray.decide.memory import (
     OFFLOAD,
@@ -103,7 +104,8 @@ def decide_storage(
     if lacks_memory:
         return _after_failure(config, observation, unchanged)
     if undo is not None and undo.stored is not None:
-        is_first_timing = state.pass_ms is None and undo.stored.num_micro_batches != plan.num_micro_batches
+        # A change of precision at this tick would drop the timing.
+        is_first_timing = state.pass_ms is None and may_change and timed_pass_ms(observation, judged, state) is not None
         return replace(
             unchanged,
             storage=undo.stored.storage,

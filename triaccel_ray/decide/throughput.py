@@ -71,7 +71,7 @@ def judge(config: ControlConfig, observation: Observation, state: ThroughputStat
     if is_slower and change.num_slower + 1 < _JUDGING_TICKS:
         return Judgement(state=replace(state, change=replace(change, num_slower=change.num_slower + 1)))
     state = _without_change(state)
-    if is_growth or change.stored is not None:
+    if is_growth or (change.stored and change.stored.num_micro_batches != observation.plan.num_micro_batches):
         state = replace(state, growth_ms=observation.adapting_ms - change.adapting_ms)
     if not is_slower:
         return Judgement(state=replace(state, intervals=(ms_per_sample,)))
@@ -119,13 +119,14 @@ def size_that_pays(
 
 
 def expected_cost_ms(observation: Observation, state: ThroughputState, *, has_new_sizes: bool) -> float:
-    """Returns what a new plan is expected to cost: as much as the last larger batch or faster memory plan.
+    """Returns what a new plan is expected to cost in milliseconds.
 
-    Before the first of these, the most that an interval has spent on new plans since the first plan, which also loaded
-    libraries and compiled kernels: an epoch's short last batch takes about as long as a new size. But a model that is
-    compiled may be compiled anew for other sizes of batch or micro-batch. That costs at most all that was spent so far.
+    With a new size of batch or micro-batch, as much as the last one. Else, and before the first, the most that an
+    interval has spent on new plans since the first plan, which also loaded libraries and compiled kernels: an epoch's
+    short last batch takes about as long as a new size. But a compiled model may be compiled anew for new sizes: before
+    the first, all that was spent so far.
     """
-    if state.growth_ms is not None:
+    if has_new_sizes and state.growth_ms is not None:
         return state.growth_ms
     is_known = state.later_ms > 0.0 and not (has_new_sizes and observation.is_compiled)
     return state.later_ms if is_known else observation.adapting_ms

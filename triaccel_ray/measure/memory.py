@@ -262,8 +262,9 @@ class CudaMemory(MemoryMeter):
 
     def _own_bytes(self) -> int | None:
         """Returns the driver's figure for this process; None in a container with process IDs of its own."""
-        own = [p for p in pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle) if p.pid == os.getpid()]
-        return int(own[0].usedGpuMemory) if own and own[0].usedGpuMemory else None
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        own = [p.usedGpuMemory for p in processes if p.pid == os.getpid() and p.usedGpuMemory]
+        return int(own[0]) if own else None
 
     def _outside_bytes(self, used: int) -> int:
         return max(used - torch.cuda.memory_reserved(self._device), 0)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from triaccel_ray.measure.timing import synchronize
+from triaccel_ray.model.layers import batch_norms, uses_batch_statistics
 from triaccel_ray.records.signals import MemoryProfile, RegionSignal
 
 _LINK_BYTES = (2**26, 2**22)
@@ -44,7 +44,7 @@ class ProfileMeter:
             micro_batch_size=micro_batch_size,
             to_host_bytes_per_ms=to_host,
             to_device_bytes_per_ms=to_device,
-            can_split=not any(isinstance(each, _BatchNorm) and each.training for each in self._model.modules()),
+            can_split=not any(map(uses_batch_statistics, batch_norms(self._model))),
             accumulation_bytes=self._accumulation_bytes(),
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # no public class covers all batch normalizations
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
@@ -37,6 +38,16 @@ class Layer:
     def num_elements(self) -> int:
         """Number of elements of all weights."""
         return sum(weight.numel() for weight in self.weights)
+
+
+def batch_norms(model: nn.Module) -> tuple[_BatchNorm, ...]:
+    """Returns the batch normalizations of `model`."""
+    return tuple(module for module in model.modules() if isinstance(module, _BatchNorm))
+
+
+def uses_batch_statistics(norm: _BatchNorm) -> bool:
+    """Returns whether the outputs for a sample depend on the others of its batch."""
+    return norm.training or norm.running_mean is None
 
 
 def find_layers(model: nn.Module) -> tuple[Layer, ...]:

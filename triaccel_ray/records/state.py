@@ -165,8 +165,8 @@ class ThroughputState:
     other_timing: Timing | None = None
     """Another batch size, timed with the current precisions, number of micro-batches and storage."""
     growth_ms: float | None = None
-    """Milliseconds that the last larger batch or faster memory plan cost, in first steps, compilation and captures;
-    None before the first."""
+    """Milliseconds that the last larger batch, or faster memory plan with micro-batches of another size, cost in first
+    steps, compilation and captures; None before the first."""
     adapting_ms: float = 0.0
     """Milliseconds spent on new plans up to the last tick."""
     later_ms: float = 0.0

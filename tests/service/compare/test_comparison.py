@@ -186,6 +186,12 @@ def test_the_score_is_shown_by_every_reading_and_whether_they_agree() -> None:
     near = {**rows, "engine-amp": results("engine-amp", 89.9, 91.9, training_seconds=(9.0, 9.0), peak_gb=(1.0, 1.0))}
     note = readings_grid("", near, Goal()).note
     assert note.endswith("triaccel leads by every reading; as good within the standard deviations: engine-amp")
+    near["engine-amp"].by_seed[0]["training_seconds"] = 8.99  # type: ignore[index]
+    near["engine-amp"].by_seed[1]["training_seconds"] = 8.99  # type: ignore[index]
+    note = readings_grid("", near, Goal()).note
+    assert note.endswith("as good by every reading, within the standard deviations: triaccel, engine-amp")
+    near["engine-amp"] = results("engine-amp", 89.9, training_seconds=(9.0,), peak_gb=(1.0,))
+    assert readings_grid("", near, Goal()).note.endswith("triaccel leads by every reading")  # of one seed alone
     unequal = {**rows, "fp32": results("fp32", 99.0, training_seconds=(0.1,))}
     assert "fp32" not in readings_grid("", unequal, Goal()).note  # of one seed alone
     del fast.by_seed[0]["allocated_peak_gb"]  # type: ignore[attr-defined]

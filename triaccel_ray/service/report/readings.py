@@ -52,18 +52,25 @@ def readings_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, tar
 def _verdict(compared: Mapping[str, tuple[Mapping[str, MethodResults], str]]) -> str:
     """Returns which method leads, of reading -> rows and figure, and which ones are as good."""
     leaders = {reading: best_of(rows, figure, least=figure != "score") for reading, (rows, figure) in compared.items()}
-    if len(set(leaders.values())) > 1:
-        return "the readings disagree: " + ", ".join(f"{name} by {reading}" for reading, name in leaders.items())
     if not leaders:
         return ""
     leader, tables = next(iter(leaders.values())), list(compared.values())
-    equals = [name for name in tables[0][0] if name != leader and all(_is_near(leader, name, *each) for each in tables)]
+    num_runs = {name: len(results.by_seed) for name, results in tables[0][0].items()}
+    equals = [
+        name
+        for name, number in num_runs.items()
+        if name != leader and number == num_runs[leader] and all(_is_near(leader, name, *each) for each in tables)
+    ]
+    if not set(leaders.values()) <= {leader, *equals}:
+        return "the readings disagree: " + ", ".join(f"{name} by {reading}" for reading, name in leaders.items())
+    if len(set(leaders.values())) > 1:
+        return f"as good by every reading, within the standard deviations: {', '.join([leader, *equals])}"
     tail = f"; as good within the standard deviations: {', '.join(equals)}" if equals else ""
     return f"{leader} leads by every reading{tail}"
 
 
 def _is_near(name: str, other: str, rows: Mapping[str, MethodResults], figure: str) -> bool:
-    """Returns whether two rows' means differ by at most their standard deviations; False with a single seed."""
+    """Returns whether two means differ by at most the sum of their standard deviations; False with a single seed."""
     spread = rows[name].deviation(figure) + rows[other].deviation(figure)
     return abs(rows[name].mean(figure) - rows[other].mean(figure)) <= spread
 

@@ -1,0 +1,106 @@
+"""Finds the cheapest storages of a model's regions whose saved tensors fit into a number of bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_COARSE, _FINE = 32, 1024
+"""Numbers of partial plans carried from one region to the next, in a first search and in one bounded by its result."""
+ONE_NS = 1 << 20
+"""Weight of a nanosecond in the cost of a plan; a changed region weighs 1 and decides between equal times."""
+
+_Point = tuple[int, int, int]
+"""A partial plan: bytes held, cost, and the storages of its regions as digits to the base 3."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A region's costs as integers: bytes and nanoseconds of one pass of the profile's micro-batch."""
+
+    running: int
+    """Bytes while its backward pass runs: its saved tensors and the gradients."""
+    moved: int
+    held: tuple[int, int, int]
+    """Bytes between the passes, for KEEP, RECOMPUTE and OFFLOAD."""
+    forward_ns: int
+    backward_ns: int
+    to_host_ns: int
+    to_device_ns: int
+
+    def exposed_ns(self, following: Region, storage: int) -> int:
+        """Returns how long compute waits for this region's transfers if it is offloaded."""
+        behind = following.backward_ns + (following.forward_ns if storage == 1 else 0)
+        return max(self.to_host_ns - following.forward_ns, 0) + max(self.to_device_ns - behind, 0)
+
+
+END = Region(0, 0, (0, 0, 0), 0, 0, 0, 0)
+
+
+def cheapest_storages(
+    regions: Sequence[Region], choices: Sequence[tuple[int, ...]], room: int
+) -> tuple[int, int] | None:
+    """Returns the cost of the cheapest storages whose peak is at most `room` bytes, and these as digits to the base 3.
+
+    None if there are none. `choices` has the storages that each region may have: 0 keeps, 1 recomputes, 2 offloads.
+    """
+    coarse = _search(regions, choices, room, _COARSE, math.inf)
+    return coarse and min(coarse, _search(regions, choices, room, _FINE, coarse[0]) or coarse)
+
+
+def _search(
+    regions: Sequence[Region], choices: Sequence[tuple[int, ...]], room: int, most_points: int, most_cost: float
+) -> tuple[int, int] | None:
+    """Returns cost and digits of the cheapest storages found within `room` bytes and `most_cost`.
+
+    Dynamic programming in forward order. What is to come depends on a partial plan only through the bytes held and
+    whether its last region is offloaded. So for either case it carries the partial plans of which no other holds less
+    and costs no more, and among more than `most_points`, the ones that `_thinned` leaves.
+    """
+    limits = [room]  # on the bytes held before each region, such that the regions to come can still fit
+    for region, kinds in zip(reversed(regions), reversed(choices), strict=True):
+        limits.append(min(room - region.running, limits[-1] - min(region.held[kind] for kind in kinds)))
+    fronts: tuple[list[_Point], list[_Point]] = ([(0, 0, 0)] if limits.pop() >= 0 else [], [])
+    before = END
+    for region, kinds in zip([*regions, END], [*choices, (0,)], strict=True):
+        limit = limits.pop() if limits else room
+        pools: tuple[list[_Point], list[_Point]] = ([], [])
+        for is_offloaded, front in enumerate(fronts):
+            most = room - region.running - (before.moved if is_offloaded else 0)
+            for kind in kinds:
+                wait_ns = before.exposed_ns(region, kind) if is_offloaded else 0
+                cost = ONE_NS * (wait_ns + (region.forward_ns if kind == 1 else 0)) + (kind > 0)
+                held = region.held[kind]
+                bound = min(most, limit - held)
+                pools[kind == 2].extend(
+                    (taken + held, spent + cost, 3 * digits + kind)
+                    for taken, spent, digits in front
+                    if taken <= bound and spent <= most_cost - cost
+                )
+        fronts, before = (_thinned(pools[0], most_points), _thinned(pools[1], most_points)), region
+    return min(((spent, digits // 3) for _, spent, digits in fronts[0]), default=None)
+
+
+def _thinned(points: list[_Point], most: int) -> list[_Point]:
+    """Returns the points of which no other holds less and costs no more, and of many, at most `most` + 2.
+
+    The range of costs is divided into equal parts, of which each keeps the point that holds least. So a thinning loses
+    at most one part, a `most`-th of the range, and never the point that holds least or the one that costs least.
+    """
+    points.sort()
+    front: list[_Point] = []
+    best = math.inf
+    for point in points:
+        if point[1] < best:
+            best = point[1]
+            front.append(point)
+    if len(front) <= most:
+        return front
+    width = (front[0][1] - front[-1][1]) // most + 1
+    kept, last = [], -1
+    for point in front:
+        if point[1] // width != last:
+            kept.append(point)
+            last = point[1] // width
+    return kept if kept[-1] == front[-1] else [*kept, front[-1]]
