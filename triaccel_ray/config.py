@@ -201,7 +201,7 @@ class BatchConfig(_Checked):
     maximum: int = knob(512, "[1, inf)", option="batch_max")
     """Largest batch size."""
     accumulate: int = knob(1, "[1, inf)")
-    """Micro-batches per batch, of two samples or more with batch normalization. A batch that does not fit has more."""
+    """Micro-batches per batch (gradient accumulation), each of at least two samples with batch normalization."""
     granularity: int = knob(32, "[1, inf)")
     """Difference between neighboring batch sizes. Fewer sizes mean fewer captured graphs and tuned kernels."""
     step_up: int = knob(32, "[1, inf)")
