@@ -167,8 +167,8 @@ def test_the_plan_is_that_of_a_search_of_all(profile, share, pass_ms, accumulate
     measured = measured_of(profile, parts=accumulate, **calibration)
     budget = 5000 + int(share * (measured.peak_bytes - 5000))
     chosen = cheapest_plan(profile, measured, budget_bytes=budget, changeable=names(profile), accumulate=accumulate)
-    fits = []
-    for parts in sorted({accumulate << power for power in range(5) if accumulate << power <= 16}):
+    fits, most = [], 16 if profile.can_split else 8  # two samples for batch normalization
+    for parts in sorted({accumulate << power for power in range(5) if accumulate << power <= most}):
         for storage in assignments(profile):
             prediction = predict(profile, measured, storage, parts)
             if prediction.peak_bytes <= budget:

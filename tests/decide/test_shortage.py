@@ -77,10 +77,11 @@ def test_only_a_plan_that_was_predicted_to_fit_makes_the_margin_grow(faults, pea
     assert decode(MemoryState, encode(state)) == state
 
 
-def test_the_margin_is_forgotten_once_clearly_more_memory_is_attainable():
-    state = MemoryState(times_short=3, short_at_bytes=1000)
+def test_margin_and_bar_end_once_clearly_more_memory_is_attainable():
+    failed = Stored(storage={}, num_micro_batches=1)
+    state = MemoryState(times_short=3, short_at_bytes=1000, failed=failed, cap_ticks_left=40, times_failed=3)
     assert forget_shortage(memory_signal(500, 1040), state) == state
-    assert forget_shortage(memory_signal(500, 1060), state).times_short == 0
+    assert forget_shortage(memory_signal(500, 1060), state) == MemoryState(short_at_bytes=1000)
 
 
 @pytest.mark.parametrize(
@@ -135,15 +136,18 @@ def test_two_peaks_tell_what_a_sample_takes_beyond_the_model(parts, beyond_mib, 
     assert measure(observation, RESNET, judged, of_other_batch).bytes_per_sample == 0
 
 
-@pytest.mark.parametrize(("parts", "is_over"), [(1, True), (2, False)])
-def test_a_plan_with_more_micro_batches_says_nothing_of_the_one_that_failed(parts, is_over):
-    failed = Stored(storage=dict.fromkeys(REGIONS, RECOMPUTE), num_micro_batches=1)
+@pytest.mark.parametrize(("parts", "is_less", "is_over"), [(1, False, True), (1, True, False), (2, False, False)])
+def test_a_plan_with_more_micro_batches_or_less_memory_says_nothing_of_the_one_that_failed(parts, is_less, is_over):
+    failed = Stored(storage=dict.fromkeys(REGIONS[is_less:], RECOMPUTE), num_micro_batches=1)
     before = MemoryState(failed=failed, cap_ticks_left=3, times_failed=2, times_short=1, predicted_bytes=900 * MIB)
-    storage = {} if parts == 2 else failed.storage
-    assert modelled_bytes(RESNET, storage, 64 // parts) >= modelled_bytes(RESNET, failed.storage, 64)
+    storage = {} if parts == 2 else dict.fromkeys(REGIONS, RECOMPUTE)
+    first, *others = RESNET.regions
+    profile = replace(RESNET, regions=(replace(first, saved_bytes=300 * MIB), *others))
+    taken, failed_bytes = modelled_bytes(profile, storage, 64 // parts), modelled_bytes(profile, failed.storage, 64)
+    assert (0.95 * failed_bytes < taken < failed_bytes) == is_less
     plan = replace(plan_of(64, parts), storage=storage)
     memory = memory_signal(900 * MIB, 1000 * MIB)
-    state, _ = compare(observation_of(plan, memory=memory, step_ms=10.0, profile=RESNET), before)
+    state, _ = compare(observation_of(plan, memory=memory, step_ms=10.0, profile=profile), before)
     assert (state.failed is None) == is_over
     assert (state.times_short, state.times_failed) == ((0, 0) if is_over else (1, 2))
 
@@ -161,6 +165,14 @@ def test_a_slower_plan_is_not_held_against_others_only_if_it_tells_what_a_micro_
     decision = decide_storage(CONFIG, observation, state, judged, lacks_memory=False, may_change=may_change)
     assert decision.num_micro_batches == 2
     assert bool(decision.state.hold_ticks) == is_held
+
+
+def test_the_time_of_what_passed_in_its_place_is_not_that_of_a_plan_that_ran_out_of_memory():
+    faults = (out_of_memory(64, 32),)
+    seen = observation_of(plan_of(64), memory=memory_signal(500, 1000), step_ms=40.0, faults=faults)
+    judged, state = Judgement(state=ThroughputState()), MemoryState()
+    assert measure(seen, RESNET, judged, state).step_ms is None
+    assert remember_plan(seen, judged, plan_of(64, 2), state).other_timing is None
 
 
 def test_the_cost_of_a_micro_batch_is_remembered_after_a_plan_that_was_not_timed():

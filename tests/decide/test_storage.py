@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.decide.build import apply_failed, capture_out_of_memory, codes
+from tests.decide.build import apply_failed, capture_out_of_memory, codes, memory_signal, observation_of, plan_of
 from tests.decide.memory_device import CONFIG, ELASTIC, MIB, REGIONS, SMALL, Device, Run, device_of, neighbours
-from triaccel_ray.config import ExecutionConfig, PrecisionConfig
-from triaccel_ray.decide import Decision, replay
+from triaccel_ray.config import ControlConfig, ExecutionConfig, PrecisionConfig
+from triaccel_ray.decide import Decision, decide, initial_decision, replay
 from triaccel_ray.decide.memory import OFFLOAD, RECOMPUTE
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.plan import Plan, Precision, ReasonCode
@@ -120,6 +120,22 @@ def test_a_plan_that_saves_less_than_the_last_one_cost_waits(first_ms, samples_l
     decision = run.tick(samples_left=samples_left)
     assert (decision.plan.storage == dict.fromkeys(REGIONS, RECOMPUTE)) == waits
     assert (ReasonCode.HELD_COST in codes(decision, "memory")) == waits
+    if waits:
+        assert run.tick(samples_left=samples_left).plan.storage == decision.plan.storage
+        assert run.tick(samples_left=10**6).plan.storage != decision.plan.storage  # a run of unknown length goes on
+
+
+@pytest.mark.parametrize("config", [CONFIG, ELASTIC])
+def test_a_step_that_cannot_be_captured_gets_a_smaller_plan_not_halves_that_need_sums(config: ControlConfig):
+    plan, profile = plan_of(64), replace(SMALL.profile, accumulation_bytes=2000 * MIB)
+    state = initial_decision(config, [("conv", tuple(Precision))], REGIONS).state
+    memory = memory_signal(1600 * MIB, 1700 * MIB)
+    faults = (capture_out_of_memory(64, 64),)
+    seen = observation_of(plan, memory=memory, faults=faults, step_ms=90.0, profile=profile, regions=REGIONS)
+    decision = decide(config, seen, state)
+    assert (decision.plan.batch_size, decision.plan.num_micro_batches) == (64, 1)
+    assert decision.plan.storage
+    assert decision.state.memory.predicted_bytes < 1600 * MIB
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute", "offload"])

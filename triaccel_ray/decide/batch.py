@@ -73,7 +73,7 @@ def _coarse_sizes(config: BatchConfig) -> list[int]:
 
 
 def retreat(
-    config: BatchConfig, observation: Observation, state: BatchState, *, keeps_size: bool = False
+    config: BatchConfig, observation: Observation, state: BatchState, *, keeps_size: bool = False, plans: bool = False
 ) -> BatchDecision | None:
     """Returns a smaller batch, or one in micro-batches, if failures of this interval require it; else None.
 
@@ -81,12 +81,13 @@ def retreat(
     exceed the current one. It caps the batch size for `oom_cooldown_ticks`. If the smallest size fits only in
     micro-batches, it keeps micro-batches that are no larger than those. A step that ran, but lacked the memory to be a
     CUDA graph, counts as failed if the batch is elastic and a smaller size is left. A batch of fixed size is split into
-    halves instead. If the interval also has an out-of-memory error, only that counts.
+    halves instead, unless the memory planner finds a better plan (`plans`). If the interval also has an out-of-memory
+    error, only that counts.
 
     With `keeps_size` the batch stays, in micro-batches of the size that passed: recomputation saves the memory.
     """
     plan = observation.plan
-    failed = [fault for fault in observation.faults if _concerns_batch(config, fault, plan)]
+    failed = [fault for fault in observation.faults if _concerns_batch(config, fault, plan, plans=plans)]
     if any(fault.kind is FaultKind.OUT_OF_MEMORY for fault in failed):
         failed = [fault for fault in failed if fault.kind is not FaultKind.CAPTURE_OUT_OF_MEMORY]
     if not failed:
@@ -212,7 +213,7 @@ def noise_scale(noise: NoiseSignal | None) -> float:
     return noise.trace_covariance / noise.mean_square_norm
 
 
-def _concerns_batch(config: BatchConfig, fault: Fault, plan: Plan) -> bool:
+def _concerns_batch(config: BatchConfig, fault: Fault, plan: Plan, *, plans: bool) -> bool:
     if fault.kind is FaultKind.OUT_OF_MEMORY:
         return fault.batch_size > 0
     if fault.kind is FaultKind.CAPTURE_OUT_OF_MEMORY:
@@ -221,7 +222,8 @@ def _concerns_batch(config: BatchConfig, fault: Fault, plan: Plan) -> bool:
             return False
         if config.enabled:
             return plan.batch_size > config.minimum
-        return plan.num_micro_batches == config.accumulate and plan.micro_batch_size >= _SMALLEST_SPLIT
+        is_undivided = plan.num_micro_batches == config.accumulate and plan.micro_batch_size >= _SMALLEST_SPLIT
+        return is_undivided and not plans
     # The fault of a plan that could not be applied because of its larger batch has the size of that batch.
     return fault.kind is FaultKind.APPLY_FAILED and fault.batch_size > plan.batch_size
 

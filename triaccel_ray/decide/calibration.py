@@ -22,7 +22,7 @@ _BUDGET_SHARE, _SHARE_PER_FAILURE, _LEAST_SHARE = 0.97, 0.04, 0.8
 """Share of the attainable memory that a plan may be predicted to take, what each plan that ran short although predicted
 to fit takes off it, and the least share. The rest is for errors of prediction: three failures cover errors of 12 %."""
 _MORE_SHARE = 1.05
-"""Attainable memory, relative to that of the last such failure, from which on the failure says nothing any more."""
+"""Attainable memory, relative to that of the last failure, from which on the failure says nothing any more."""
 _BYTES_TOLERANCE, _MS_TOLERANCE = 0.05, 0.10
 """Relative differences between prediction and measurement from which on they are reported."""
 
@@ -71,15 +71,17 @@ def budget_bytes(observation: Observation, state: MemoryState) -> int:
 
 
 def forget_shortage(memory: MemorySignal, state: MemoryState) -> MemoryState:
-    """Returns the state without plans that ran short if clearly more memory is attainable than then."""
+    """Returns the state without plans that failed or ran short if clearly more memory is attainable than then."""
     is_past = memory.attainable_bytes > _MORE_SHARE * state.short_at_bytes
-    return replace(state, times_short=0) if state.times_short and is_past else state
+    if not (is_past and (state.times_short or state.failed)):
+        return state
+    return replace(state, times_short=0, failed=None, cap_ticks_left=0, times_failed=0, examined_bytes=None)
 
 
 def compare(observation: Observation, state: MemoryState) -> tuple[MemoryState, tuple[Reason, ...]]:
     """Returns the state and reasons after comparing the last prediction with what was measured since.
 
-    A plan that takes about as much as the one that failed, and passes, ends the bar: other processes had the memory.
+    A plan that takes as much as the one that failed, and passes, ends the bar: other processes had the memory.
     The failed plan's number of micro-batches must be the same or larger, for the model knows least about those.
     """
     step_ms, plan, profile, failed = observation.step_ms, observation.plan, observation.profile, state.failed
@@ -102,7 +104,7 @@ def compare(observation: Observation, state: MemoryState) -> tuple[MemoryState, 
     state = replace(state, predicted_bytes=None, predicted_ms=None)
     if profile is not None and failed is not None and not is_tight(observation.memory):
         taken = bytes_of(profile, Stored.under(plan), plan)
-        is_as_large = taken >= BARRED_SHARE * bytes_of(profile, failed, plan)
+        is_as_large = taken >= bytes_of(profile, failed, plan)
         if is_as_large and plan.num_micro_batches <= failed.num_micro_batches:
             state = replace(state, failed=None, cap_ticks_left=0, times_failed=0, times_short=0)
     return state, tuple(reasons)
@@ -169,8 +171,8 @@ def bytes_of(profile: MemoryProfile, stored: Stored, plan: Plan) -> int:
 
 
 def _step_ms(observation: Observation, judged: Judgement) -> float | None:
-    """Returns the median of the last intervals under the plan in force; None if none was timed, or not captured."""
-    if is_not_capturable(observation):
+    """Returns the median of the last intervals under the plan in force; None if none was timed, or another plan ran."""
+    if _ran_short(observation):
         return None
     intervals = judged.state.intervals
     return median(intervals) * observation.plan.batch_size if intervals else observation.step_ms

@@ -28,11 +28,12 @@ from triaccel_ray.decide.memory import (
     cheapest_plan,
     least_plan,
     modelled_bytes,
+    sums_bytes,
 )
 from triaccel_ray.decide.throughput import Judgement, expected_cost_ms
 from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode, Storage
 from triaccel_ray.records.signals import MemoryProfile, Observation
-from triaccel_ray.records.state import MemoryState, Stored, ThroughputState, storage_of_all
+from triaccel_ray.records.state import MemoryState, PassTiming, Stored, ThroughputState, storage_of_all
 
 _MOST_SHORT = 2
 """Number of plans in a row that may run short although predicted to fit, before no other is tried during the bar."""
@@ -113,17 +114,26 @@ def decide_storage(
             state=state if is_first_timing else _held(config, state),
             reasons=(*reasons, _plan_reason(observation, undo.stored, "the faster plan was slower")),
         )
-    if config.revert_slowdowns and _is_smallest(config.batch, plan) and observation.regions:
+    if _may_plan(config, observation):
         return _planned(config, observation, unchanged, judged, may_change=may_change)
     return unchanged
+
+
+def plans_memory(config: ControlConfig, observation: Observation) -> bool:
+    """Returns whether the planner may decide: for a batch that cannot shrink, once the costs of regions are known."""
+    return _may_plan(config, observation) and observation.profile is not None
 
 
 def is_planned(config: ControlConfig, observation: Observation) -> bool:
     """Returns whether the batch is stored otherwise than asked for, and the planner decides how."""
     plan = observation.plan
     is_split = plan.num_micro_batches > config.batch.accumulate and observation.profile is not None
-    may_plan = config.execution.activations == "auto" and config.revert_slowdowns and bool(observation.regions)
-    return may_plan and _is_smallest(config.batch, plan) and (bool(plan.storage) or is_split)
+    return _may_plan(config, observation) and (bool(plan.storage) or is_split)
+
+
+def _may_plan(config: ControlConfig, observation: Observation) -> bool:
+    may_change = config.execution.activations == "auto" and config.revert_slowdowns and bool(observation.regions)
+    return may_change and _is_smallest(config.batch, observation.plan)
 
 
 def growth_hold(config: ControlConfig, observation: Observation, decided: MemoryDecision) -> Reason | None:
@@ -143,7 +153,7 @@ def _planned(
         return unchanged
     planning = _Planning(config, observation, profile, measure(observation, profile, judged, unchanged.state))
     is_high = memory_share(config.batch, observation.memory) > config.batch.rho_high
-    if (is_high and is_tight(observation.memory)) or (in_use and is_not_capturable(observation)):
+    if (is_high and is_tight(observation.memory)) or is_not_capturable(observation):
         return _smaller(planning, unchanged)
     if in_use and may_change and not judged.is_open:
         return _faster(planning, unchanged, judged.state)
@@ -161,9 +171,11 @@ class _Planning:
 
     def cheapest(self, state: MemoryState) -> MemoryPlan | None:
         """Returns the cheapest plan that fits and is not barred; None if there is none."""
-        most_bytes = None
-        if state.failed is not None and state.cap_ticks_left:
-            most_bytes = math.floor(BARRED_SHARE * bytes_of(self.profile, state.failed, self.observation.plan))
+        most_bytes, failed = None, state.failed
+        if failed is not None and state.cap_ticks_left:
+            sums = sums_bytes(self.profile, failed.num_micro_batches)
+            saved = bytes_of(self.profile, failed, self.observation.plan) - sums
+            most_bytes = sums + math.floor(BARRED_SHARE * saved)
         return cheapest_plan(
             self.profile,
             self.measured,
@@ -172,6 +184,16 @@ class _Planning:
             accumulate=self.config.batch.accumulate,
             most_bytes=most_bytes,
         )
+
+    def saved_ms(self, ms: float) -> float:
+        """Returns the milliseconds saved on the samples left by steps that take `ms`."""
+        before = self.measured.step_ms or 0.0
+        return (before - ms) * self.observation.samples_left / self.observation.plan.batch_size
+
+    def cost_ms(self, timings: ThroughputState, num_micro_batches: int) -> float:
+        """Returns what a plan with so many micro-batches is expected to cost."""
+        has_new_sizes = num_micro_batches != self.observation.plan.num_micro_batches
+        return expected_cost_ms(self.observation, timings, has_new_sizes=has_new_sizes)
 
 
 def _is_smallest(config: BatchConfig, plan: Plan) -> bool:
@@ -195,7 +217,7 @@ def _after_failure(config: ControlConfig, observation: Observation, unchanged: M
     ran_short = any(fault.kind in kinds for fault in observation.faults)
     state = replace(state, predicted_bytes=None, predicted_ms=None)
     if ran_short and _is_smallest(config.batch, plan):
-        state = _barred(config, state, plan)
+        state = _barred(config, state, observation)
     least = dict.fromkeys(observation.regions, RECOMPUTE)
     if not stores_least(config, observation) or plan.storage == least:
         return replace(unchanged, state=state)
@@ -207,7 +229,7 @@ def _after_failure(config: ControlConfig, observation: Observation, unchanged: M
 def _smaller(planning: _Planning, unchanged: MemoryDecision) -> MemoryDecision:
     """Returns the cheapest plan that fits what is attainable now; if none does, the one that takes least."""
     observation, measured = planning.observation, planning.measured
-    state = _barred(planning.config, unchanged.state, observation.plan)
+    state = _barred(planning.config, unchanged.state, observation)
     chosen = planning.cheapest(state) or least_plan(planning.profile, measured, changeable=observation.regions)
     if chosen.prediction.peak_bytes >= measured.peak_bytes:
         return unchanged
@@ -226,8 +248,10 @@ def _faster(planning: _Planning, unchanged: MemoryDecision, timings: ThroughputS
     if observation.step_ms is None or measured.step_ms is None or state.hold_ticks or is_barred:
         return unchanged
     if seen is not None and abs(room - seen) <= _SEARCH_AGAIN * abs(seen):
-        return unchanged
-    unchanged = replace(unchanged, state=replace(state, examined_bytes=room))
+        held = state.held
+        if held is None or planning.saved_ms(held.ms) <= planning.cost_ms(timings, held.num_micro_batches):
+            return unchanged
+    unchanged = replace(unchanged, state=replace(state, examined_bytes=room, held=None))
     chosen = planning.cheapest(state)
     if chosen is None or chosen.prediction.ms is None:
         return unchanged
@@ -238,22 +262,23 @@ def _faster(planning: _Planning, unchanged: MemoryDecision, timings: ThroughputS
         return _changed(observation, unchanged, chosen, "the batch may grow then")
     if chosen.prediction.ms > measured.step_ms * (1.0 if is_plain else _FASTER_SHARE):
         return unchanged
-    saved_ms = (measured.step_ms - chosen.prediction.ms) * observation.samples_left / plan.batch_size
-    has_new_sizes = chosen.num_micro_batches != plan.num_micro_batches
-    cost_ms = expected_cost_ms(observation, timings, has_new_sizes=has_new_sizes)
+    saved_ms = planning.saved_ms(chosen.prediction.ms)
+    cost_ms = planning.cost_ms(timings, chosen.num_micro_batches)
     if saved_ms > cost_ms:
         if not profile.can_split and chosen.num_micro_batches > plan.num_micro_batches:
             unchanged = replace(unchanged, state=_held(config, unchanged.state))  # or it might go to and fro
         return replace(_changed(observation, unchanged, chosen, "it is faster"), is_faster=True)
     text = f"a faster memory plan would save {saved_ms / 1e3:.2g} s, and a new one costs {cost_ms / 1e3:.2g} s"
     reason = Reason(code=ReasonCode.HELD_COST, subject="memory", text=text, value=saved_ms, threshold=cost_ms)
-    return replace(unchanged, reasons=(*unchanged.reasons, reason))
+    held = PassTiming(batch_size=plan.batch_size, num_micro_batches=chosen.num_micro_batches, ms=chosen.prediction.ms)
+    return replace(unchanged, state=replace(unchanged.state, held=held), reasons=(*unchanged.reasons, reason))
 
 
-def _barred(config: ControlConfig, state: MemoryState, plan: Plan) -> MemoryState:
+def _barred(config: ControlConfig, state: MemoryState, observation: Observation) -> MemoryState:
     return replace(
         state,
-        failed=Stored.under(plan),
+        failed=Stored.under(observation.plan),
+        short_at_bytes=observation.memory.attainable_bytes,
         cap_ticks_left=_bar_ticks(config, state.times_failed),
         times_failed=state.times_failed + 1,
         examined_bytes=None,

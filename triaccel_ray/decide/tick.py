@@ -11,7 +11,7 @@ from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batc
 from triaccel_ray.decide.calibration import remember_plan
 from triaccel_ray.decide.curvature import lr_reasons, lr_scale, remember_curvature, smooth_noise
 from triaccel_ray.decide.precision import bar_overflowing, decide_precision, keep_precision
-from triaccel_ray.decide.storage import decide_storage, growth_hold, stores_least
+from triaccel_ray.decide.storage import decide_storage, growth_hold, plans_memory, stores_least
 from triaccel_ray.decide.throughput import Judgement, bar_undone, judge, size_that_pays, watch
 from triaccel_ray.decide.weight_form import remember_form
 from triaccel_ray.records.plan import Plan, Precision, Reason, ReasonCode
@@ -51,7 +51,8 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
 
     noise = smooth_noise(config.batch.noise_smoothing, state.batch.noise, observation.noise)
     batch_state = replace(batch_state, noise=noise)
-    retreated = retreat(config.batch, observation, batch_state, keeps_size=stores_least(config, observation))
+    keeps_size, plans = stores_least(config, observation), plans_memory(config, observation)
+    retreated = retreat(config.batch, observation, batch_state, keeps_size=keeps_size, plans=plans)
     may_change = observation.apply_fault is None and precision == before.precision
     lacks_memory = retreated is not None
     memory = decide_storage(config, observation, state.memory, judged, lacks_memory=lacks_memory, may_change=may_change)

@@ -111,7 +111,7 @@ class MemoryState:
     times_short: int = 0
     """Number of times in a row that memory ran short although a plan was predicted to fit: the margin grows."""
     short_at_bytes: int = 0
-    """Memory that was attainable when such a plan last ran short."""
+    """Memory that was attainable when a plan last failed or ran short."""
     hold_ticks: int = 0
     """Ticks for which no faster plan is tried, after one that was slower or could not be applied."""
     times_held: int = 0
@@ -124,6 +124,8 @@ class MemoryState:
     """The memory of another number of micro-batches, with the current batch size and precisions."""
     examined_bytes: int | None = None
     """Room for saved tensors when the last search found no faster plan; None: the next tick searches again."""
+    held: PassTiming | None = None
+    """The faster plan that this search found, with its predicted time, if it saved less than it would have cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
