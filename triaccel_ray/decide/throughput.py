@@ -124,12 +124,12 @@ def expected_cost_ms(observation: Observation, state: ThroughputState, *, has_ne
     With a new size of batch or micro-batch, as much as the last one. Else, and before the first, the most that an
     interval has spent on new plans since the first plan, which also loaded libraries and compiled kernels: an epoch's
     short last batch takes about as long as a new size. But a compiled model may be compiled anew for new sizes: before
-    the first, all that was spent so far.
+    the first, the first plan counts too.
     """
     if has_new_sizes and state.growth_ms is not None:
         return state.growth_ms
     is_known = state.later_ms > 0.0 and not (has_new_sizes and observation.is_compiled)
-    return state.later_ms if is_known else observation.adapting_ms
+    return state.later_ms if is_known else max(state.first_ms, state.later_ms)
 
 
 def efficient_size(ms_per_sample: Mapping[int, float]) -> int:
@@ -197,8 +197,9 @@ def _with_spent(state: ThroughputState, adapting_ms: float) -> ThroughputState:
     spent_ms = adapting_ms - state.adapting_ms
     if spent_ms <= 0:
         return state
-    later_ms = max(spent_ms, state.later_ms) if state.adapting_ms else 0.0
-    return replace(state, adapting_ms=adapting_ms, later_ms=later_ms)
+    if not state.adapting_ms:
+        return replace(state, adapting_ms=adapting_ms, first_ms=spent_ms)
+    return replace(state, adapting_ms=adapting_ms, later_ms=max(spent_ms, state.later_ms))
 
 
 def _without_change(state: ThroughputState) -> ThroughputState:

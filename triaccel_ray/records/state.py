@@ -171,8 +171,10 @@ class ThroughputState:
     steps, compilation and captures; None before the first."""
     adapting_ms: float = 0.0
     """Milliseconds spent on new plans up to the last tick."""
+    first_ms: float = 0.0
+    """Of these, those of the first interval that had any."""
     later_ms: float = 0.0
-    """The most of these in one interval after the first that had any; 0 before there is one."""
+    """The most of these in one later interval; 0 before there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
