@@ -33,7 +33,7 @@ from triaccel_ray.decide.memory import (
 from triaccel_ray.decide.throughput import Judgement, expected_cost_ms
 from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode, Storage
 from triaccel_ray.records.signals import MemoryProfile, Observation
-from triaccel_ray.records.state import MemoryState, PassTiming, Stored, ThroughputState, storage_of_all
+from triaccel_ray.records.state import MemoryState, Stored, ThroughputState, UnpaidPlan, storage_of_all
 
 _MOST_SHORT = 2
 """Number of plans in a row that may run short although predicted to fit, before no other is tried during the bar."""
@@ -248,10 +248,10 @@ def _faster(planning: _Planning, unchanged: MemoryDecision, timings: ThroughputS
     if observation.step_ms is None or measured.step_ms is None or state.hold_ticks or is_barred:
         return unchanged
     if seen is not None and abs(room - seen) <= _SEARCH_AGAIN * abs(seen):
-        held = state.held
-        if held is None or planning.saved_ms(held.ms) <= planning.cost_ms(timings, held.num_micro_batches):
+        unpaid = state.unpaid
+        if unpaid is None or planning.saved_ms(unpaid.ms) <= planning.cost_ms(timings, unpaid.num_micro_batches):
             return unchanged
-    unchanged = replace(unchanged, state=replace(state, examined_bytes=room, held=None))
+    unchanged = replace(unchanged, state=replace(state, examined_bytes=room, unpaid=None))
     chosen = planning.cheapest(state)
     if chosen is None or chosen.prediction.ms is None:
         return unchanged
@@ -270,8 +270,8 @@ def _faster(planning: _Planning, unchanged: MemoryDecision, timings: ThroughputS
         return replace(_changed(observation, unchanged, chosen, "it is faster"), is_faster=True)
     text = f"a faster memory plan would save {saved_ms / 1e3:.2g} s, and a new one costs {cost_ms / 1e3:.2g} s"
     reason = Reason(code=ReasonCode.HELD_COST, subject="memory", text=text, value=saved_ms, threshold=cost_ms)
-    held = PassTiming(batch_size=plan.batch_size, num_micro_batches=chosen.num_micro_batches, ms=chosen.prediction.ms)
-    return replace(unchanged, state=replace(unchanged.state, held=held), reasons=(*unchanged.reasons, reason))
+    unpaid = UnpaidPlan(num_micro_batches=chosen.num_micro_batches, ms=chosen.prediction.ms)
+    return replace(unchanged, state=replace(unchanged.state, unpaid=unpaid), reasons=(*unchanged.reasons, reason))
 
 
 def _barred(config: ControlConfig, state: MemoryState, observation: Observation) -> MemoryState:

@@ -85,6 +85,15 @@ class PassTiming:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnpaidPlan:
+    """A faster memory plan that saved less than it would have cost."""
+
+    num_micro_batches: int
+    ms: float
+    """Predicted milliseconds of a step of the whole batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PeakReading:
     """A way to store a batch and the memory that it takes."""
 
@@ -124,8 +133,8 @@ class MemoryState:
     """The memory of another number of micro-batches, with the current batch size and precisions."""
     examined_bytes: int | None = None
     """Room for saved tensors when the last search found no faster plan; None: the next tick searches again."""
-    held: PassTiming | None = None
-    """The faster plan that this search found, with its predicted time, if it saved less than it would have cost."""
+    unpaid: UnpaidPlan | None = None
+    """What this search found instead; once it pays, because more samples are left, the next tick searches again."""
 
 
 @dataclass(frozen=True, kw_only=True)
