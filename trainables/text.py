@@ -15,7 +15,6 @@ from triaccel_ray.trainables.task import WITHIN_BUDGET, Purpose, Recipe, Splits,
 from triaccel_ray.trainables.text_files import Windows, read_bytes, split_by_file, text_files
 
 NUM_BYTES = 256
-_ON_GPU = {"layers": 6, "width": 384, "heads": 6, "context": 256, "most_windows": 1 << 20}
 _ON_CPU = {"layers": 2, "width": 64, "heads": 4, "context": 64, "most_windows": 1 << 11}
 
 
@@ -86,6 +85,12 @@ class TextGpt(Task):
     """
 
     name: ClassVar[str] = "text-gpt"
+    windows: ClassVar[type[Windows]] = Windows
+    """The kind of samples."""
+    on_gpu: ClassVar[Mapping[str, int]] = {
+        "layers": 6, "width": 384, "heads": 6, "context": 256, "most_windows": 1 << 20,
+    }  # fmt: skip
+    """Sizes on a GPU, of which a subclass may set each:"""
     layers: ClassVar[int | None] = None
     """Number of transformer blocks."""
     width: ClassVar[int | None] = None
@@ -112,11 +117,14 @@ class TextGpt(Task):
         own: int | None = getattr(self, name)
         if own is not None:
             return own
-        return (_ON_GPU if torch.cuda.is_available() else _ON_CPU)[name]
+        return (self.on_gpu if torch.cuda.is_available() else _ON_CPU)[name]
+
+    def _shape(self) -> dict[str, int]:
+        return {name: self._size(name) for name in ("layers", "width", "heads", "context")}
 
     def model(self) -> nn.Module:
         """Returns the network."""
-        return GPT(**{name: self._size(name) for name in ("layers", "width", "heads", "context")})
+        return GPT(**self._shape())
 
     def data(self, purpose: Purpose) -> Splits:
         """Returns the samples for `purpose`; test files are read only for FINAL.
@@ -131,8 +139,8 @@ class TextGpt(Task):
         if purpose is Purpose.FINAL:
             train, held_out = train + held_out, split["test"]
         return Splits(
-            train=Windows(read_bytes([files[name] for name in train]), context, most),
-            held_out=Windows(read_bytes([files[name] for name in held_out]), context, max(most // 8, 1)),
+            train=self.windows(read_bytes([files[name] for name in train]), context, most),
+            held_out=self.windows(read_bytes([files[name] for name in held_out]), context, max(most // 8, 1)),
         )
 
     def loss(self, outputs: Any, targets: Tensor, recipe: Recipe) -> Tensor:

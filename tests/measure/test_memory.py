@@ -6,7 +6,14 @@ import torch
 
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError
-from triaccel_ray.measure.memory import LAZY_LOADING_BYTES, MIB, CudaMemory, ResidentMemory, memory_meter
+from triaccel_ray.measure.memory import (
+    LAZY_LOADING_BYTES,
+    LIBRARIES_BYTES,
+    MIB,
+    CudaMemory,
+    ResidentMemory,
+    memory_meter,
+)
 
 CPU = torch.device("cpu")
 
@@ -152,6 +159,23 @@ def test_the_allocator_keeps_the_budget() -> None:
     finally:
         CudaMemory(device, None)  # lifts the cap
     torch.ones(512 * MIB, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.gpu
+def test_until_there_must_be_room_some_of_a_budget_is_kept_for_libraries() -> None:
+    device = torch.device("cuda", 0)
+    idle = CudaMemory(device, None)
+    idle.release()
+    memory = CudaMemory(device, idle.sample() + 512 * MIB)
+    most = 512 * MIB - (LIBRARIES_BYTES + LAZY_LOADING_BYTES) // 2
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.ones(most, dtype=torch.uint8, device=device)
+        memory.release()
+        memory.require_room()
+        torch.ones(most, dtype=torch.uint8, device=device)
+    finally:
+        CudaMemory(device, None)  # lifts the cap
 
 
 @pytest.mark.gpu
