@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -85,8 +86,6 @@ class TextGpt(Task):
     """
 
     name: ClassVar[str] = "text-gpt"
-    windows: ClassVar[type[Windows]] = Windows
-    """The kind of samples."""
     on_gpu: ClassVar[Mapping[str, int]] = {
         "layers": 6, "width": 384, "heads": 6, "context": 256, "most_windows": 1 << 20,
     }  # fmt: skip
@@ -134,14 +133,18 @@ class TextGpt(Task):
         """
         files = text_files(self.data_dir)
         split = split_by_file({name: path.stat().st_size for name, path in files.items()})
-        context, most = self._size("context"), self._size("most_windows")
+        most = self._size("most_windows")
         train, held_out = split["train"], split["validation"]
         if purpose is Purpose.FINAL:
             train, held_out = train + held_out, split["test"]
         return Splits(
-            train=self.windows(read_bytes([files[name] for name in train]), context, most),
-            held_out=self.windows(read_bytes([files[name] for name in held_out]), context, max(most // 8, 1)),
+            train=self.samples([files[name] for name in train], most),
+            held_out=self.samples([files[name] for name in held_out], max(most // 8, 1)),
         )
+
+    def samples(self, paths: Sequence[Path], most: int) -> Windows:
+        """Returns the windows of the files at `paths`, at most `most`."""
+        return Windows(read_bytes(paths), self._size("context"), most)
 
     def loss(self, outputs: Any, targets: Tensor, recipe: Recipe) -> Tensor:
         """Returns the mean cross-entropy per byte, in nats: outputs [b, t, 256], targets [b, t]."""

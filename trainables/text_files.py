@@ -96,10 +96,13 @@ class Windows(DataSource):
 
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Returns the windows at `indices`; there is no augmentation."""
-        device, stride = self.text.device, (len(self.text) - 1) // len(self)
-        places = indices.to(device)[:, None] * stride + torch.arange(self.context + 1, device=device)
-        windows = self.text[places].long()
+        windows = self.text[self.places(indices)].long()
         return windows[:, :-1], windows[:, 1:]
+
+    def places(self, indices: Tensor) -> Tensor:
+        """Returns where the bytes of the windows at `indices` lie in the text: int64 [b, context + 1]."""
+        device, stride = self.text.device, (len(self.text) - 1) // len(self)
+        return indices.to(device)[:, None] * stride + torch.arange(self.context + 1, device=device)
 
     def to(self, device: torch.device) -> Windows:
         """Returns the same windows of bytes on `device`."""

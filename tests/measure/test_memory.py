@@ -179,7 +179,8 @@ def test_until_there_must_be_room_some_of_a_budget_is_kept_for_libraries() -> No
 
 
 @pytest.mark.gpu
-def test_until_the_first_tick_room_is_kept_for_what_libraries_will_take() -> None:
+@pytest.mark.parametrize("ends", ["tick", "failure"])
+def test_until_the_first_tick_or_failure_room_is_kept_for_what_libraries_will_take(ends: str) -> None:
     device = torch.device("cuda", 0)
     memory = CudaMemory(device, None, 512 * MIB)
     most = 512 * MIB - LAZY_LOADING_BYTES // 2
@@ -188,7 +189,11 @@ def test_until_the_first_tick_room_is_kept_for_what_libraries_will_take() -> Non
         with pytest.raises(torch.OutOfMemoryError):
             torch.ones(most, dtype=torch.uint8, device=device)
         memory.release()
-        memory.read()  # what they have taken is known
+        if ends == "tick":
+            memory.read()  # what they have taken is known
+        else:
+            assert memory.expect_no_libraries()
+        assert not memory.expect_no_libraries()
         torch.ones(most, dtype=torch.uint8, device=device)
     finally:
         CudaMemory(device, None)  # lifts the cap
