@@ -56,7 +56,7 @@ def test_without_python_files_or_transformers_the_message_says_what_to_do(
 ) -> None:
     for index in range(12):
         (tmp_path / f"{index}.txt").write_text("no Python: 'never closed\n" * 4)
-    with pytest.raises(ValueError, match=r"files = 10: must hold some that are Python in ASCII; name another --data"):
+    with pytest.raises(ValueError, match=r"files = 8: must hold some that are Python in ASCII; name another --data"):
         TextBert(tmp_path).data(Purpose.SEARCH)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match=r"text-bert needs .*: pip install 'triaccel-ray\[transformers\]'"):

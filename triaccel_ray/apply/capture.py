@@ -21,7 +21,7 @@ from triaccel_ray.apply.step import Step, StepOutcome
 from triaccel_ray.apply.step_in_backward import BucketedGradients
 from triaccel_ray.apply.step_kind import StepKind
 from triaccel_ray.config import ExecutionConfig
-from triaccel_ray.cuda.capture_checks import Obstacle
+from triaccel_ray.cuda.capture_checks import Obstacle, running_eager_code
 from triaccel_ray.cuda.graphs import Graph, GraphPool
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.stream_pool import PooledStream
@@ -274,7 +274,8 @@ class StepCache:
             if self._update.is_capturable:
                 self._update.run(loss_sums[0], key.batch_size, gradients)
 
-        with self._timed():
+        waits = bool(self._doubts.get(key))
+        with self._timed(), contextlib.nullcontext() if waits else running_eager_code():
             own = self.step.activations.rng.generators(self.step.pass_kind(len(indices), key.batch_size))
             graph = self._pool.capture(work, generators=[self._generator, *own])
         gradients.publish()

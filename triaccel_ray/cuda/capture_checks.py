@@ -7,6 +7,7 @@ abort it, which costs every graph that exists (`graphs`), if the pass still wait
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -43,6 +44,25 @@ def watched(obstacles: list[Obstacle], device: torch.device) -> Iterator[None]:
     if host_random_state() != before:
         found.append(Obstacle("the model draws random numbers on the host, which a replay would not draw anew"))
     obstacles.extend(reason for reason in dict.fromkeys(found) if reason not in obstacles)
+
+
+@contextlib.contextmanager
+def running_eager_code() -> Iterator[None]:
+    """Has models of transformers run in a capture what they run eagerly, which is compiled already.
+
+    They ask whether a step is captured, and then build masks that they leave out otherwise, as to see that these hide
+    nothing they would wait for the device. So this serves steps that have not waited.
+    """
+    asked = sys.modules.get("transformers.utils.import_utils")
+    ask = getattr(asked, "is_cuda_stream_capturing", None)
+    if ask is None:
+        yield
+        return
+    asked.is_cuda_stream_capturing = lambda: False  # type: ignore[union-attr]  # a test notices if it is renamed
+    try:
+        yield
+    finally:
+        asked.is_cuda_stream_capturing = ask  # type: ignore[union-attr]
 
 
 def _reason(warning: warnings.WarningMessage) -> Obstacle | None:
