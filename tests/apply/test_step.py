@@ -154,24 +154,6 @@ def test_a_single_sample_that_does_not_fit_ends_the_run_where_the_device_refuses
     assert model[1].sizes == [16, 16]  # waived at once: no smaller batch would help
 
 
-def test_memory_kept_for_libraries_is_used_before_a_batch_is_split_and_before_the_run_ends() -> None:
-    for limit, parts in [(15, 1), (7, 2), (0, 16)]:
-        model, _ = limited("forward", limit, mlp())
-        step, asked = step_of(model, blobs(16)), []
-
-        def expect_no_libraries(model: nn.Module = model, asked: list[int] = asked) -> bool:
-            asked.append(model[1].sizes[-1])
-            if len(asked) == 1:
-                model[1].limit += 1
-            return len(asked) == 1
-
-        step._memory = replace(step._memory, expect_no_libraries=expect_no_libraries)
-        (fault,) = step.run(ALL, ONE, step=0).faults
-        assert (step.num_micro_batches, fault.micro_batch_size) == (parts, 16 // parts)
-        assert asked[0] == 16
-        assert model[1].sizes[:2] == [16, 16]
-
-
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("wrong")])
 def test_other_errors_propagate_at_once(error: BaseException) -> None:
     calls: list[Tensor] = []

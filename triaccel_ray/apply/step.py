@@ -54,8 +54,6 @@ class MemoryBudget:
     """Raises `BudgetExceededError` if the process exceeds its memory budget."""
     release: Callable[[], None]
     """Frees memory that can be allocated again, such as captured steps."""
-    expect_no_libraries: Callable[[], bool] = lambda: False
-    """Keeps less of the budget free for libraries, and returns whether batches get more memory so."""
     is_exceeded_at_rest: Callable[[], bool] = lambda: False
     """Returns whether the process exceeds the budget without a batch in flight."""
 
@@ -184,8 +182,7 @@ class Step:
                 is_hopeless = not is_out_of_memory(error) or (is_smallest and not is_over_budget)
                 lacks_memory = not disabled and is_out_of_memory(error)
                 stores_less = lacks_memory and self.activations.recompute_all()
-                has_more = lacks_memory and not stores_less and self._memory.expect_no_libraries()
-                if not disabled and is_hopeless and not stores_less and not has_more:
+                if not disabled and is_hopeless and not stores_less:
                     raise
                 detail = first_line(error)
             # Outside the handler: the traceback no longer holds the attempt's tensors.
@@ -204,7 +201,7 @@ class Step:
                 kind = FaultKind.BUDGET_EXCEEDED
                 memory_faults = (Fault(kind=kind, step=step, phase="forward_backward", detail=detail),)
                 continue
-            if not stores_less and not has_more:
+            if not stores_less:
                 if num_parts >= min(self.num_micro_batches, most_parts):
                     self.num_micro_batches = min(2 * num_parts, most_parts)
                 self.min_micro_batch_size = 1

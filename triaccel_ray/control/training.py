@@ -204,7 +204,6 @@ class Training:
             MemoryBudget(
                 check=self.memory.check,
                 release=self.make_room,
-                expect_no_libraries=lambda: self.ranks.any(self.memory.expect_no_libraries()),
                 is_exceeded_at_rest=lambda: self.ranks.any(self.memory.is_exceeded_at_rest),
             ),
             StepOptions(

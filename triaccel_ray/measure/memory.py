@@ -108,10 +108,6 @@ class MemoryMeter(ABC):
     def trim(self) -> None:
         """Returns the allocator's unused memory to the device, without collecting garbage first."""
 
-    def expect_no_libraries(self) -> bool:
-        """Keeps less free for libraries, as after the first tick; returns whether batches get more memory so."""
-        return False
-
     @property
     def is_exceeded_at_rest(self) -> bool:
         """Whether the process exceeds its budget without a batch in flight; False if the device enforces the budget."""
@@ -249,13 +245,6 @@ class CudaMemory(MemoryMeter):
         super().require_room()
         self._enforce(reserve_bytes=LAZY_LOADING_BYTES)
 
-    def expect_no_libraries(self) -> bool:
-        """Keeps only `NEW_PLAN_BYTES` free from now on: a failed batch has loaded most of what batches need."""
-        if self._reserve_bytes <= NEW_PLAN_BYTES:
-            return False
-        self._adjust(self.sample())
-        return self._reserve_bytes <= NEW_PLAN_BYTES
-
     def trim(self) -> None:
         """Returns the allocator's unused blocks to the driver."""
         torch.cuda.empty_cache()
@@ -298,7 +287,7 @@ class CudaMemory(MemoryMeter):
 
         `reserve_bytes`, at most half of the free rest, are kept back for code and buffers loaded outside the allocator.
         """
-        share, self._reserve_bytes = 1.0, 0
+        share = 1.0
         if self.has_budget:
             outside = self._outside_bytes(self.sample())
             if self.limit_bytes <= outside:
@@ -309,8 +298,7 @@ class CudaMemory(MemoryMeter):
             room = self.limit_bytes - outside
             left = max(room - torch.cuda.memory_reserved(self._device), 0)
             total = torch.cuda.get_device_properties(self._device).total_memory
-            self._reserve_bytes = min(reserve_bytes, left // 2)
-            share = min((room - self._reserve_bytes) / total, 1.0)
+            share = min((room - min(reserve_bytes, left // 2)) / total, 1.0)
         torch.cuda.set_per_process_memory_fraction(share, self._device)
 
 
