@@ -133,7 +133,7 @@ class ControlLoop(EpochLoop):
         if self.num_steps % self.config.every_steps == RECORD_AFTER:
             self._pending.record()
         if self._curvature.is_due(self.num_steps):
-            self._curvature.measure(self.num_steps)
+            self._curvature.measure(self.num_steps, is_awaited=self.state.batch.waits_for_noise)
         if self.num_steps % self.config.every_steps == 0:
             self._decide()
             self._observe()

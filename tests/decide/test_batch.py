@@ -1,6 +1,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from operator import itemgetter
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from tests.decide.build import IN_BAND, LIMIT, Run, batch_configs, machines, mem
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide import BatchState
 from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, ladder, next_size_to_time
-from triaccel_ray.records.plan import ReasonCode
+from triaccel_ray.records.plan import Reason, ReasonCode
 from triaccel_ray.records.signals import NoiseSignal
 
 READY = BatchState(ticks_since_change=100)
@@ -168,6 +169,22 @@ def test_growth_waits_for_the_noise_scale_to_be_known():
         assert decided(NOISY, 96, LOW, replace(READY, noise=measured_thrice)).reasons == (reason,)
         known = replace(measured_thrice, trace_covariance=0.5)
         assert decided(NOISY, 96, LOW, replace(READY, noise=known)).batch_size == 128
+
+
+def test_the_noise_scale_is_awaited_only_for_a_larger_batch_that_pays_and_that_it_does_not_allow():
+    unpaid = Reason(code=ReasonCode.HELD_COST, subject="batch", text="saves less than it costs")
+    known = NoiseSignal(mean_square_norm=0.01, trace_covariance=1.0)
+    for noise, share, chosen, waits, code in [
+        (None, LOW, itemgetter(0), True, ReasonCode.HELD_NOISE_SCALE),
+        (known, LOW, itemgetter(0), True, ReasonCode.HELD_NOISE_SCALE),  # it may rise
+        (None, LOW, lambda sizes: unpaid, False, ReasonCode.HELD_COST),
+        (None, IN_BAND, itemgetter(0), False, None),
+    ]:
+        state = replace(READY, noise=noise, waits_for_noise=not waits)
+        observation = observation_of(plan_of(96), share=share)
+        decision = decide_batch(NOISY, observation, state, enlarged=False, choose_size=chosen)
+        assert (decision.batch_size, decision.state.waits_for_noise) == (96, waits)
+        assert [reason.code for reason in decision.reasons] == ([code] if code else [])
 
 
 @pytest.mark.parametrize("noise", [NoiseSignal(mean_square_norm=1.0, trace_covariance=1.0), None])

@@ -3,9 +3,10 @@ import math
 import pytest
 
 from tests.decide.build import BF16, observation_of, plan_of
-from triaccel_ray.config import ControlConfig, CurvatureConfig
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig
 from triaccel_ray.decide import LayerState
 from triaccel_ray.decide.curvature import (
+    has_share,
     lr_scale,
     measuring_share,
     remember_curvature,
@@ -122,8 +123,16 @@ def test_layers_are_released_when_curvature_is_measured_no_more():
 
 
 @pytest.mark.parametrize(
-    ("settings", "share"), [({}, 0.01), ({"alpha": 0.02}, 0.04), ({"tau_curv": 50.0}, 0.04)], ids=str
-)
-def test_curvature_that_changes_nothing_has_a_quarter_of_the_time(settings, share):
-    config = ControlConfig(max_overhead=0.04, curvature=CurvatureConfig(**settings))
+    ("settings", "batch", "share"),
+    [
+        ({}, {}, 0.01), ({"alpha": 0.02}, {}, 0.04), ({"tau_curv": 50.0}, {}, 0.04),
+        ({}, {"bound_by_noise_scale": True}, 0.01), ({}, {"lr_rule": "adascale"}, 0.04),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_measurements_that_change_nothing_have_a_quarter_of_the_time_unless_the_batch_waits(settings, batch, share):
+    config = ControlConfig(max_overhead=0.04, curvature=CurvatureConfig(**settings), batch=BatchConfig(**batch))
+    assert has_share(config, "cuda")
+    assert not has_share(config, "cpu")
     assert measuring_share(config) == pytest.approx(share)
+    assert measuring_share(config, is_awaited=True) == pytest.approx(0.04)

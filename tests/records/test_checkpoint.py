@@ -67,7 +67,8 @@ def saved(path: Path, content: Any) -> bytes:
         (lambda path: saved(path, {"format": FORMAT}), CheckpointError, f"has format {FORMAT}: this version reads"),
         (lambda path: saved(path, {"model": {}}), CheckpointError, "has format None: this version reads"),
         (lambda path: saved(path, [1]), CheckpointError, "has format 'list': this version reads"),
-        (lambda path: saved(path, {"format": 7, "state": {}}), OtherFormatError, "has format 7, .*: go on with"),
+        (lambda path: saved(path, {"format": FORMAT + 1, "state": {}}), OtherFormatError,
+         f"has format {FORMAT + 1}, .*: go on with"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_told_apart(tmp_path: Path, change: Any, kind: type[Exception], message: str) -> None:

@@ -30,6 +30,7 @@ class ScheduledCurvature:
     def __init__(self, training: Training, sensors: Sensors, config: ControlConfig, *, seed: int) -> None:
         """Measures nothing yet; `seed` determines the samples."""
         self._training, self._sensors, self._config = training, sensors, config.curvature
+        self._control = config
         self._sampler, self._device = training.sampler, training.device
         self.meter = CurvatureMeter(
             training.model,
@@ -63,14 +64,14 @@ class ScheduledCurvature:
         if self._defers_dry_run:
             self._share.expect(DRY_RUN_S)
         elif self._config.enabled:
-            self._dry_run(step=0)
+            self._dry_run(step=0, counts=False)
 
-    def _dry_run(self, step: int) -> None:
-        """Measures two samples, and switches curvature off if that fails."""
+    def _dry_run(self, step: int, *, counts: bool) -> None:
+        """Measures two samples, and switches curvature off if that fails; its time counts if `counts`."""
         self._was_dry_run = True
         self._training.memory.refresh_peaks()  # the dry run resets the allocator's peaks
         try:
-            with self._share.timed(counts=self._defers_dry_run), self._undisturbed():
+            with self._share.timed(counts=counts), self._undisturbed():
                 self.meter.dry_run(*self._samples_at(self._sampler.source.probe(2)))
         except Exception as error:
             if not is_out_of_memory(error):
@@ -78,10 +79,16 @@ class ScheduledCurvature:
         self._training.memory.trim()
         self._report(step)
 
-    def measure(self, step: int) -> None:
-        """Measures the largest eigenvalues of every layer, or records why it does not."""
+    def measure(self, step: int, *, is_awaited: bool = False) -> None:
+        """Measures the largest eigenvalues of every layer and the noise scale, or records why it does not.
+
+        If the batch waits for the noise scale (`is_awaited`), measurements have more of the time, and a dry run waits
+        for none of it: only then is it known what they take.
+        """
+        if self._share.share is not None:
+            self._share.share = measuring_share(self._control, is_awaited=is_awaited)
         self._sensors.timer.interrupt()
-        self._measure(step)
+        self._measure(step, is_awaited=is_awaited)
         self._training.steps.agree()  # a rank may have released its graphs to make room
 
     @contextlib.contextmanager
@@ -91,14 +98,17 @@ class ScheduledCurvature:
             stack.callback(restoring_buffers(self._with_buffers))
             yield
 
-    def _measure(self, step: int) -> None:
-        cannot = bool(self.meter.off_because) or self._waits(step)
+    def _measure(self, step: int, *, is_awaited: bool) -> None:
+        is_dry_run = not self._was_dry_run
+        cannot = bool(self.meter.off_because) or (not (is_dry_run and is_awaited) and self._waits(step))
         if self._training.ranks.any(cannot):  # all measure at once, or each would wait for the others in turn
             return
         if self._training.pool.holds_graphs and self.meter.needs_room:
             self._training.pool.release()  # or the process would hold memory for a step and a measurement at once
-        if not self._was_dry_run:
-            self._dry_run(step)
+        if is_dry_run:
+            self._dry_run(step, counts=not is_awaited)
+            if is_awaited:
+                self._share.expect(0.0)
             return
         indices = self._drawn()
         batch = None

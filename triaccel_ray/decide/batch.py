@@ -159,6 +159,7 @@ def decide_batch(
         cap_ticks_left=max(state.cap_ticks_left - 1, 0),
         cap=state.cap if state.cap_ticks_left > 1 else None,
         waits_for_storage=False,
+        waits_for_noise=False,
     )
     unchanged = BatchDecision(batch_size=plan.batch_size, num_micro_batches=plan.num_micro_batches, state=state)
     share = memory_share(config, memory)
@@ -171,13 +172,14 @@ def decide_batch(
     if at_top or state.ticks_since_change < config.dwell_ticks:
         return unchanged
     size = min(size, state.cap or size)
-    hold = hold or _reason_to_hold(config, plan, state, size, enlarged=enlarged, is_unjudged=is_unjudged)
+    hold = hold or _reason_to_hold(plan, state, enlarged=enlarged, is_unjudged=is_unjudged)
     if hold is None and config.enabled and size > plan.batch_size:
         chosen = choose_size(_candidate_sizes(size, config, plan, memory, state))
         size, hold = (size, chosen) if isinstance(chosen, Reason) else (chosen, None)
+    hold = hold or _reason_of_noise(config, plan, state, size)
     if hold is not None:
         waits = hold.code is ReasonCode.HELD_STORAGE
-        state = replace(state, waits_for_storage=waits)
+        state = replace(state, waits_for_storage=waits, waits_for_noise=hold.code is ReasonCode.HELD_NOISE_SCALE)
         return replace(unchanged, state=state, reasons=() if waits and has_waited else (hold,))
     return _grow(config, plan, memory, state, size, parts)
 
@@ -266,10 +268,8 @@ def _candidate_sizes(size: int, config: BatchConfig, plan: Plan, memory: MemoryS
     return [size, *(each for each in ladder(config) if size < each <= most)]
 
 
-def _reason_to_hold(
-    config: BatchConfig, plan: Plan, state: BatchState, size: int, *, enlarged: bool, is_unjudged: bool
-) -> Reason | None:
-    """Returns why the batch must not grow to `size`, or its micro-batches must not grow, now; None if they may."""
+def _reason_to_hold(plan: Plan, state: BatchState, *, enlarged: bool, is_unjudged: bool) -> Reason | None:
+    """Returns why neither the batch nor its micro-batches must grow now, whatever it saves; None if they may."""
     if is_unjudged:
         return batch_reason(ReasonCode.HELD_UNJUDGED, "waits: the last change of plan is not judged yet")
     if enlarged:
@@ -278,6 +278,14 @@ def _reason_to_hold(
     if state.cap is not None and plan.batch_size >= state.cap:
         text = f"capped at {state.cap} for {state.cap_ticks_left} more ticks after too large a batch"
         return batch_reason(ReasonCode.HELD_CAPPED, text, threshold=state.cap)
+    return None
+
+
+def _reason_of_noise(config: BatchConfig, plan: Plan, state: BatchState, size: int) -> Reason | None:
+    """Returns why the gradient noise scale forbids a batch of `size`; None if it allows it, or does not bound it.
+
+    Asked last: the scale is worth measuring only for a larger batch that pays.
+    """
     # A return to the undivided batch, or to the initial size, does not depend on the noise scale.
     if not (config.bound_by_noise_scale and size > max(plan.batch_size, config.start)):
         return None

@@ -24,22 +24,19 @@ SHOWN_SHARE = 0.25
 
 
 def is_shown_only(config: ControlConfig) -> bool:
-    """Returns whether curvature changes nothing, and is measured for the log alone."""
-    return config.curvature.alpha == 0.0 and math.isinf(config.curvature.tau_curv)
+    """Returns whether measurements change nothing but, at times, the batch's bound: they are for the log alone."""
+    scales_by_noise = config.batch.lr_rule == "adascale"
+    return config.curvature.alpha == 0.0 and math.isinf(config.curvature.tau_curv) and not scales_by_noise
 
 
 def has_share(config: ControlConfig, device_type: str) -> bool:
-    """Returns whether measurements may take a share of the time only.
-
-    Not if the batch may be waiting for the noise scale, nor on a CPU, where equal runs must do equal work.
-    """
-    needs_noise = config.batch.bound_by_noise_scale or config.batch.lr_rule == "adascale"
-    return config.revert_slowdowns and not needs_noise and device_type == "cuda"
+    """Returns whether measurements may take a share of the time only: not on a CPU, where equal runs do equal work."""
+    return config.revert_slowdowns and device_type == "cuda"
 
 
-def measuring_share(config: ControlConfig) -> float:
-    """Returns the share of the training time that measurements may take."""
-    return config.max_overhead * (SHOWN_SHARE if is_shown_only(config) else 1.0)
+def measuring_share(config: ControlConfig, *, is_awaited: bool = False) -> float:
+    """Returns the share of the training time for measurements; `is_awaited` says that the batch waits for one."""
+    return config.max_overhead * (SHOWN_SHARE if is_shown_only(config) and not is_awaited else 1.0)
 
 
 def remember_curvature(

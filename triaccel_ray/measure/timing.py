@@ -91,16 +91,16 @@ class TimeShare:
 
     def __init__(self, device: torch.device, share: float | None) -> None:
         """Starts the clock."""
-        self._device, self._share = device, share
+        self._device, self.share = device, share
         self._began = time.perf_counter()
         self._spent_seconds = self._last_seconds = 0.0
 
     @property
     def seconds_to_wait(self) -> float:
         """Seconds until another piece of work fits the share; 0 if it fits now."""
-        if self._share is None:
+        if self.share is None:
             return 0.0
-        due = (self._spent_seconds + self._last_seconds) / self._share
+        due = (self._spent_seconds + self._last_seconds) / self.share
         return max(due - (time.perf_counter() - self._began), 0.0)
 
     def expect(self, seconds: float) -> None:
@@ -110,7 +110,7 @@ class TimeShare:
     @contextlib.contextmanager
     def timed(self, *, counts: bool = True) -> Iterator[None]:
         """Times the work inside, waiting for the device; without `counts` only as an estimate of the next piece."""
-        if self._share is None:
+        if self.share is None:
             yield
             return
         synchronize(self._device)

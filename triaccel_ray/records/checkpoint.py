@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.records.durable import whole_file
 
-FORMAT = 6
+FORMAT = 7
 _PLAIN = (type(None), bool, int, float, complex, str, Tensor, nn.Parameter)
 """Types that `torch.load(weights_only=True)` reads, other than containers."""
 

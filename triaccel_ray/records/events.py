@@ -20,7 +20,7 @@ from triaccel_ray.records.plan import Applied, Fault, Storage
 from triaccel_ray.records.signals import Observation
 from triaccel_ray.records.state import Decision
 
-FORMAT = 5
+FORMAT = 6
 """Version of the log's layout, written into its first record."""
 
 

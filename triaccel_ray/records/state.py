@@ -58,6 +58,8 @@ class BatchState:
     """Number of times a larger batch was undone because steps were slower."""
     waits_for_storage: bool = False
     """Whether the last tick held the batch for the memory plan: the reason is given once."""
+    waits_for_noise: bool = False
+    """Whether the last tick held a batch that would pay for the gradient noise scale, which it needs to grow."""
 
 
 @dataclass(frozen=True, kw_only=True)
