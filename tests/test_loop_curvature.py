@@ -145,8 +145,9 @@ def test_curvature_for_the_log_alone_is_tried_once_its_share_of_the_time_allows(
     assert len(curvature_faults(ticks)) == (1 if works else 2)
 
 
-def test_a_noise_scale_that_the_batch_waits_for_is_measured_within_the_whole_share_and_tried_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("alpha", [0.0, 0.1])
+def test_measurements_that_are_used_have_the_whole_share_and_the_first_does_not_wait_for_the_dry_runs(
+    alpha: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU; this device has no share."""
     now, done = 0.0, []
@@ -165,11 +166,11 @@ def test_a_noise_scale_that_the_batch_waits_for_is_measured_within_the_whole_sha
     monkeypatch.setattr(control_curvature, "has_share", lambda *_: True)
     for name, seconds in {"dry_run": 9.0, "measure": 1.0}.items():
         monkeypatch.setattr(CurvatureMeter, name, taking(seconds, name))
-    config = replace(QUIET, every_steps=100, curvature=CurvatureConfig(every_steps=1), max_overhead=0.02)
+    config = replace(QUIET, every_steps=100, curvature=CurvatureConfig(every_steps=1, alpha=alpha), max_overhead=0.02)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
     loop, _ = loop_of(mlp(), blobs(64), config)
 
-    def pass_(seconds: float, *, waits: bool) -> list[int]:
+    def after(seconds: float, *, waits: bool) -> list[int]:
         nonlocal now
         now += seconds
         loop.state = replace(loop.state, batch=replace(loop.state.batch, waits_for_noise=waits))
@@ -177,13 +178,18 @@ def test_a_noise_scale_that_the_batch_waits_for_is_measured_within_the_whole_sha
         loop.step()
         return [*done]
 
-    assert pass_(10.0, waits=False) == []  # a dry run of 2 s must be a two-hundredth of the time
-    assert pass_(0.0, waits=True) == ["dry_run"]
-    assert pass_(0.0, waits=True) == ["measure"]
-    assert pass_(20.0, waits=True) == []  # a second of 1 s must be within a fiftieth of the time
-    assert pass_(80.0, waits=True) == ["measure"]
-    assert pass_(120.0, waits=False) == []
-    assert pass_(400.0, waits=False) == ["measure"]
+    if alpha:
+        assert done == ["dry_run"]
+        assert after(0.0, waits=False) == ["measure"]
+        assert after(80.0, waits=False) == ["measure"]
+        return
+    assert after(10.0, waits=False) == []  # a dry run of 2 s must be a two-hundredth of the time
+    assert after(0.0, waits=True) == ["dry_run"]
+    assert after(0.0, waits=True) == ["measure"]
+    assert after(20.0, waits=True) == []  # a second of 1 s must be within a fiftieth of the time
+    assert after(80.0, waits=True) == ["measure"]
+    assert after(120.0, waits=False) == []
+    assert after(400.0, waits=False) == ["measure"]
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import tokenize
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,7 +23,7 @@ from triaccel_ray.trainables.text import NUM_BYTES, TextGpt
 from triaccel_ray.trainables.text_files import Windows
 
 
-class Lexical(IntEnum):
+class LexicalClass(IntEnum):
     """What a byte of Python source code is part of; `SPACE` is what lies between tokens."""
 
     SPACE = 0
@@ -34,31 +35,39 @@ class Lexical(IntEnum):
     OPERATOR = 6
 
 
-_CLASSES = {"NUMBER": Lexical.NUMBER, "STRING": Lexical.STRING, "COMMENT": Lexical.COMMENT, "OP": Lexical.OPERATOR}
+_CLASS_OF_TOKEN = {
+    "NUMBER": LexicalClass.NUMBER,
+    "STRING": LexicalClass.STRING,
+    "COMMENT": LexicalClass.COMMENT,
+    "OP": LexicalClass.OPERATOR,
+}
 
 
 def lexical_classes(code: bytes) -> bytes | None:
-    """Returns the `Lexical` class of every byte; None if `code` is not Python in ASCII."""
+    """Returns the `LexicalClass` of every byte; None if `code` is not Python in ASCII."""
     if not code.isascii():
         return None
     classes, starts = bytearray(len(code)), [0]
     for line in io.BytesIO(code):
         starts.append(starts[-1] + len(line))
     try:
-        for each in tokenize.tokenize(io.BytesIO(code).readline):
-            kind = token.tok_name[each.type]
+        # Not by bytes: those would be decoded as a comment says.
+        for found in tokenize.generate_tokens(io.StringIO(code.decode("ascii")).readline):
+            kind = token.tok_name[found.type]
             if kind == "ERRORTOKEN":  # in place of an error, before Python 3.12
                 return None
             if kind == "NAME":
-                found = Lexical.KEYWORD if keyword.iskeyword(each.string) else Lexical.NAME
+                label = LexicalClass.KEYWORD if keyword.iskeyword(found.string) else LexicalClass.NAME
             elif kind.startswith(("FSTRING", "TSTRING")):  # since Python 3.12 and 3.14
-                found = Lexical.STRING
+                label = LexicalClass.STRING
             else:
-                found = _CLASSES.get(kind, Lexical.SPACE)
-            if found is not Lexical.SPACE:
-                (row, column), (last_row, last_column) = each.start, each.end
+                label = _CLASS_OF_TOKEN.get(kind, LexicalClass.SPACE)
+            if label is not LexicalClass.SPACE:
+                (row, column), (last_row, last_column) = found.start, found.end
                 begin, end = starts[row - 1] + column, starts[last_row - 1] + last_column
-                classes[begin:end] = bytes([found]) * (end - begin)
+                if kind.endswith("STRING_MIDDLE") and code[end - 1 : end + 1] in (b"{{", b"}}"):
+                    end += 1  # the second of two braces, which stand for one
+                classes[begin:end] = bytes([label]) * (end - begin)
     except (SyntaxError, tokenize.TokenError):
         return None
     return bytes(classes)
@@ -66,15 +75,15 @@ def lexical_classes(code: bytes) -> bytes | None:
 
 @dataclass(frozen=True, eq=False)
 class ClassifiedWindows(Windows):
-    """Windows of `context` bytes of source code, int64 [b, context]; targets are their classes, alike."""
+    """Windows of `context` bytes of source code; targets are the bytes' classes, int64 [b, context]."""
 
     classes: Tensor
-    """uint8 [n], those of the text."""
+    """uint8 [n]: the class of each byte of `text`."""
 
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Returns the windows at `indices`; there is no augmentation."""
-        places = self.places(indices)[:, :-1]
-        return self.text[places].long(), self.classes[places].long()
+        positions = self.positions(indices)[:, :-1]
+        return self.text[positions].long(), self.classes[positions].long()
 
     def to(self, device: torch.device) -> ClassifiedWindows:
         """Returns the same windows on `device`."""
@@ -82,24 +91,23 @@ class ClassifiedWindows(Windows):
 
 
 class Bert(nn.Module):
-    """`BertForTokenClassification` on windows without padding, which returns the logits alone."""
+    """`BertForTokenClassification` for windows without padding; its output is the logits."""
 
     def __init__(self, *, layers: int, width: int, heads: int, context: int) -> None:
         """Draws the weights from torch's global generator.
 
         Raises:
-            ModuleNotFoundError: transformers is not installed.
+            ValueError: transformers is not installed.
         """
         super().__init__()
         try:
             from transformers import BertConfig, BertForTokenClassification
         except ModuleNotFoundError as error:
-            hint = "the task text-bert needs Hugging Face's transformers: pip install 'triaccel-ray[transformers]'"
-            raise ModuleNotFoundError(hint, name=error.name) from error
+            raise ValueError("text-bert needs Hugging Face's transformers: pip install transformers") from error
         self.bert = BertForTokenClassification(
             BertConfig(
                 vocab_size=NUM_BYTES, pad_token_id=None, max_position_embeddings=context, num_hidden_layers=layers,
-                hidden_size=width, intermediate_size=4 * width, num_attention_heads=heads, num_labels=len(Lexical),
+                hidden_size=width, intermediate_size=4 * width, num_attention_heads=heads, num_labels=len(LexicalClass),
             )
         )  # fmt: skip
 
@@ -110,13 +118,14 @@ class Bert(nn.Module):
 
 
 class TextBert(TextGpt):
-    """BERT-base on the Python files of `TextGpt`, 85 million weights on a GPU and 0.1 million on a CPU.
+    """BERT-base on the `*.py` files of `TextGpt`, 85 million weights on a GPU and 0.1 million on a CPU.
 
     Files that are not Python in ASCII are left out. The metric is the percentage of bytes whose class is right.
     """
 
     name: ClassVar[str] = "text-bert"
-    on_gpu: ClassVar[Mapping[str, int]] = {
+    pattern: ClassVar[str] = "*.py"
+    _on_gpu: ClassVar[Mapping[str, int]] = {
         "layers": 12, "width": 768, "heads": 12, "context": 128, "most_windows": 1 << 16,
     }  # fmt: skip
     recipe: ClassVar[Recipe] = Recipe(epochs=2, lr=1e-4, warmup_epochs=0.2, weight_decay=0.01, amp="bf16")
@@ -124,21 +133,27 @@ class TextBert(TextGpt):
     objective: ClassVar[str] = "accuracy"
 
     def model(self) -> nn.Module:
-        """Returns the network."""
+        """Returns the network.
+
+        Raises:
+            ValueError: transformers is not installed.
+        """
         return Bert(**self._shape())
 
     def samples(self, paths: Sequence[Path], most: int) -> Windows:
-        """Returns the windows of the files at `paths`, at most `most`.
+        """Returns the first windows of the files at `paths`, at most `most`: it takes 0.8 s to classify a MB.
 
         Raises:
             ValueError: no file is Python in ASCII.
         """
-        codes = [path.read_bytes() + b"\n" for path in paths]
-        known = [(code, classes) for code in codes if (classes := lexical_classes(code)) is not None]
-        require(bool(known), "files", len(paths), "must hold some that are Python in ASCII; name another --data-dir")
-        text, targets = (b"".join(part) for part in zip(*known, strict=True))
-        return ClassifiedWindows(_bytes(text), self._size("context"), most, _bytes(targets))
-
-
-def _bytes(values: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(values), dtype=torch.uint8)
+        text, classes, context = bytearray(), bytearray(), self._size("context")
+        for path in paths:
+            code = path.read_bytes() + b"\n"
+            if (found := lexical_classes(code)) is not None:
+                text += code
+                classes += found
+            if len(text) > most * context:
+                break
+        require(bool(text), "files", len(paths), "must hold some that are Python in ASCII; name another --data-dir")
+        as_numbers = partial(torch.frombuffer, dtype=torch.uint8)
+        return ClassifiedWindows(as_numbers(text), context, most, as_numbers(classes))

@@ -86,10 +86,12 @@ class TextGpt(Task):
     """
 
     name: ClassVar[str] = "text-gpt"
-    on_gpu: ClassVar[Mapping[str, int]] = {
+    pattern: ClassVar[str] = "*"
+    """The names of files below `--data-dir` that are text."""
+    _on_gpu: ClassVar[Mapping[str, int]] = {
         "layers": 6, "width": 384, "heads": 6, "context": 256, "most_windows": 1 << 20,
     }  # fmt: skip
-    """Sizes on a GPU, of which a subclass may set each:"""
+    # Sizes; None: the default for this machine.
     layers: ClassVar[int | None] = None
     """Number of transformer blocks."""
     width: ClassVar[int | None] = None
@@ -116,7 +118,7 @@ class TextGpt(Task):
         own: int | None = getattr(self, name)
         if own is not None:
             return own
-        return (self.on_gpu if torch.cuda.is_available() else _ON_CPU)[name]
+        return (self._on_gpu if torch.cuda.is_available() else _ON_CPU)[name]
 
     def _shape(self) -> dict[str, int]:
         return {name: self._size(name) for name in ("layers", "width", "heads", "context")}
@@ -131,7 +133,7 @@ class TextGpt(Task):
         Raises:
             FileNotFoundError: the folder holds fewer than three files with text.
         """
-        files = text_files(self.data_dir)
+        files = text_files(self.data_dir, self.pattern)
         split = split_by_file({name: path.stat().st_size for name, path in files.items()})
         most = self._size("most_windows")
         train, held_out = split["train"], split["validation"]

@@ -21,10 +21,10 @@ _SHARE_HELD_OUT = 0.1
 PARTS = ("test", "validation", "train")
 
 
-def text_files(folder: Path | None) -> dict[str, Path]:
+def text_files(folder: Path | None, pattern: str = "*") -> dict[str, Path]:
     """Returns the files below `folder` by their sorted relative paths, without hidden and empty files.
 
-    If `folder` is None, these are the modules of the standard library.
+    Only those whose names match `pattern`. If `folder` is None, these are the modules of the standard library.
 
     Raises:
         FileNotFoundError: there is no such folder, or it holds fewer than three files, one for each part.
@@ -33,15 +33,16 @@ def text_files(folder: Path | None) -> dict[str, Path]:
     if not root.is_dir():
         raise FileNotFoundError(f"{root} is no folder: name one that holds text")
     found = {}
-    for path in sorted(root.rglob("*.py" if folder is None else "*")):
+    for path in sorted(root.rglob("*.py" if folder is None else pattern)):
         parts = path.relative_to(root).parts
         is_own = _NOT_ITS_OWN.isdisjoint(parts) if folder is None else not any(part.startswith(".") for part in parts)
         if is_own and path.is_file() and path.stat().st_size:
             found["/".join(parts)] = path
     if len(found) < len(PARTS):
         raise FileNotFoundError(
-            f"{root} holds {len(found)} files with text: must hold at least {len(PARTS)}, for training, validation and "
-            "testing, each file in one of them; cut a large one (`split -n l/20 FILE`), or name another --data-dir"
+            f"{root} holds {len(found)} files with text{'' if pattern == '*' else f', named {pattern}'}: must hold at "
+            f"least {len(PARTS)}, for training, validation and testing, each file in one of them; cut a large one "
+            "(`split -n l/20 FILE`), or name another --data-dir"
         )
     return found
 
@@ -96,10 +97,10 @@ class Windows(DataSource):
 
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Returns the windows at `indices`; there is no augmentation."""
-        windows = self.text[self.places(indices)].long()
+        windows = self.text[self.positions(indices)].long()
         return windows[:, :-1], windows[:, 1:]
 
-    def places(self, indices: Tensor) -> Tensor:
+    def positions(self, indices: Tensor) -> Tensor:
         """Returns where the bytes of the windows at `indices` lie in the text: int64 [b, context + 1]."""
         device, stride = self.text.device, (len(self.text) - 1) // len(self)
         return indices.to(device)[:, None] * stride + torch.arange(self.context + 1, device=device)

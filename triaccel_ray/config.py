@@ -222,8 +222,8 @@ class BatchConfig(_Checked):
     """Factor on the lr at batch size B, relative to the initial B_0: 1, sqrt(B/B_0), B/B_0, or AdaScale's gain."""
     bound_by_noise_scale: bool = knob(False, option="noise_bound")
     """Whether the batch also stops growing at `noise_share` times the gradient noise scale tr(Cov)/|g|^2 (McCandlish
-    et al. 2018), which rises during training. It waits until measurements have half of the moving average's weight:
-    four at smoothing 0.8. On a GPU, these have a quarter of `max_overhead` until a larger batch pays."""
+    et al. 2018), which rises during training. The batch waits for four measurements at smoothing 0.8. On a GPU, they
+    may take a quarter of `max_overhead`, and all of it once only the noise scale holds the batch."""
     noise_share: float = knob(1.0, "(0, inf)")
     """Largest batch size B, as a multiple of the noise scale B_noise. Training at batch size B takes 1 + B / B_noise
     times the samples that the smallest batch takes for the same progress (McCandlish et al., section 2)."""

@@ -187,6 +187,20 @@ def test_the_noise_scale_is_awaited_only_for_a_larger_batch_that_pays_and_that_i
         assert [reason.code for reason in decision.reasons] == ([code] if code else [])
 
 
+@pytest.mark.parametrize(("weight", "largest"), [(0.0, 320), (0.49, 320), (0.5, 160)])
+def test_a_noise_scale_that_is_not_known_yet_does_not_limit_what_growth_could_pay(weight, largest):
+    offered = []
+    noise = NoiseSignal(mean_square_norm=weight / 160.0, trace_covariance=weight) if weight else None
+    decide_batch(
+        NOISY,
+        observation_of(plan_of(96), share=0.2),
+        replace(READY, noise=noise),
+        enlarged=False,
+        choose_size=lambda sizes: offered.extend(sizes) or sizes[0],
+    )
+    assert max(offered) == largest
+
+
 @pytest.mark.parametrize("noise", [NoiseSignal(mean_square_norm=1.0, trace_covariance=1.0), None])
 def test_the_noise_scale_keeps_neither_parts_nor_the_start_from_returning(noise):
     state = replace(READY, noise=noise)

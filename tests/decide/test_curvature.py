@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -122,6 +123,13 @@ def test_layers_are_released_when_curvature_is_measured_no_more():
     assert remember_curvature(config, observation, layers) == (layers, [])
 
 
+def test_measurements_have_a_share_of_the_time_on_gpus_where_slowdowns_are_reverted():
+    config = ControlConfig(batch=BatchConfig(bound_by_noise_scale=True))
+    assert has_share(config, "cuda")
+    assert not has_share(config, "cpu")
+    assert not has_share(replace(config, revert_slowdowns=False), "cuda")
+
+
 @pytest.mark.parametrize(
     ("settings", "batch", "share"),
     [
@@ -132,7 +140,5 @@ def test_layers_are_released_when_curvature_is_measured_no_more():
 )  # fmt: skip
 def test_measurements_that_change_nothing_have_a_quarter_of_the_time_unless_the_batch_waits(settings, batch, share):
     config = ControlConfig(max_overhead=0.04, curvature=CurvatureConfig(**settings), batch=BatchConfig(**batch))
-    assert has_share(config, "cuda")
-    assert not has_share(config, "cpu")
     assert measuring_share(config) == pytest.approx(share)
     assert measuring_share(config, is_awaited=True) == pytest.approx(0.04)

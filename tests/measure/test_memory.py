@@ -162,7 +162,7 @@ def test_the_allocator_keeps_the_budget() -> None:
 
 
 @pytest.mark.gpu
-def test_until_there_must_be_room_some_of_a_budget_is_kept_for_libraries() -> None:
+def test_a_budget_keeps_room_for_libraries_until_require_room() -> None:
     device = torch.device("cuda", 0)
     idle = CudaMemory(device, None)
     idle.release()

@@ -274,8 +274,8 @@ class StepCache:
             if self._update.is_capturable:
                 self._update.run(loss_sums[0], key.batch_size, gradients)
 
-        waits = bool(self._doubts.get(key))
-        with self._timed(), contextlib.nullcontext() if waits else running_eager_code():
+        has_waited = bool(self._doubts.get(key))
+        with self._timed(), contextlib.nullcontext() if has_waited else running_eager_code():
             own = self.step.activations.rng.generators(self.step.pass_kind(len(indices), key.batch_size))
             graph = self._pool.capture(work, generators=[self._generator, *own])
         gradients.publish()

@@ -29,8 +29,7 @@ class ScheduledCurvature:
 
     def __init__(self, training: Training, sensors: Sensors, config: ControlConfig, *, seed: int) -> None:
         """Measures nothing yet; `seed` determines the samples."""
-        self._training, self._sensors, self._config = training, sensors, config.curvature
-        self._control = config
+        self._training, self._sensors, self._config = training, sensors, config
         self._sampler, self._device = training.sampler, training.device
         self.meter = CurvatureMeter(
             training.model,
@@ -50,11 +49,11 @@ class ScheduledCurvature:
         self._share = TimeShare(self._device, measuring_share(config) if is_shared else None)
         # A budget has room for the kernels that a dry run loads before the first step only.
         self._defers_dry_run = is_shared and is_shown_only(config) and not training.memory.has_budget
-        self._was_dry_run = False
+        self._was_dry_run = self._was_measured = False
 
     def is_due(self, step: int) -> bool:
         """Returns whether a measurement is due after this step."""
-        return self._config.enabled and step % self._config.every_steps == 0
+        return self._config.curvature.enabled and step % self._config.curvature.every_steps == 0
 
     def start(self) -> None:
         """Tries the measurement before the first step, or plans to do so later.
@@ -63,7 +62,7 @@ class ScheduledCurvature:
         """
         if self._defers_dry_run:
             self._share.expect(DRY_RUN_S)
-        elif self._config.enabled:
+        elif self._config.curvature.enabled:
             self._dry_run(step=0, counts=False)
 
     def _dry_run(self, step: int, *, counts: bool) -> None:
@@ -82,11 +81,11 @@ class ScheduledCurvature:
     def measure(self, step: int, *, is_awaited: bool = False) -> None:
         """Measures the largest eigenvalues of every layer and the noise scale, or records why it does not.
 
-        If the batch waits for the noise scale (`is_awaited`), measurements have more of the time, and a dry run waits
-        for none of it: only then is it known what they take.
+        With `is_awaited`, the batch waits for the noise scale: measurements may take all of `max_overhead`, and a dry
+        run starts at once, because it shows what a measurement costs.
         """
         if self._share.share is not None:
-            self._share.share = measuring_share(self._control, is_awaited=is_awaited)
+            self._share.share = measuring_share(self._config, is_awaited=is_awaited)
         self._sensors.timer.interrupt()
         self._measure(step, is_awaited=is_awaited)
         self._training.steps.agree()  # a rank may have released its graphs to make room
@@ -99,16 +98,15 @@ class ScheduledCurvature:
             yield
 
     def _measure(self, step: int, *, is_awaited: bool) -> None:
-        is_dry_run = not self._was_dry_run
-        cannot = bool(self.meter.off_because) or (not (is_dry_run and is_awaited) and self._waits(step))
+        if not self._was_measured and (is_awaited or not is_shown_only(self._config)):
+            self._share.expect(0.0)  # a dry run, which loads kernels, says nothing about a measurement
+        cannot = bool(self.meter.off_because) or self._waits(step)
         if self._training.ranks.any(cannot):  # all measure at once, or each would wait for the others in turn
             return
         if self._training.pool.holds_graphs and self.meter.needs_room:
             self._training.pool.release()  # or the process would hold memory for a step and a measurement at once
-        if is_dry_run:
+        if not self._was_dry_run:
             self._dry_run(step, counts=not is_awaited)
-            if is_awaited:
-                self._share.expect(0.0)
             return
         indices = self._drawn()
         batch = None
@@ -123,6 +121,7 @@ class ScheduledCurvature:
                         self._training.memory.trim()
                         self._report(step)
                         return
+                self._was_measured = True
                 with self._share.timed():
                     self._sensors.record_curvature(self.meter.measure(*batch, self._device_generator()))
         except Exception as error:
@@ -161,7 +160,7 @@ class ScheduledCurvature:
 
     def _drawn(self) -> torch.Tensor:
         """Returns the indices of this rank's random samples; ranks share one draw, unless the data set is too small."""
-        ranks, num_samples = self._training.ranks, self._config.num_samples
+        ranks, num_samples = self._training.ranks, self._config.curvature.num_samples
         drawn = self._sampler.source.probe(num_samples * ranks.world_size, self._generator)
         own = drawn[ranks.rank :: ranks.world_size]
         return own if len(drawn) >= 2 * ranks.world_size else drawn[:num_samples]

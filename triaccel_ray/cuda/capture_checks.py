@@ -48,21 +48,21 @@ def watched(obstacles: list[Obstacle], device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def running_eager_code() -> Iterator[None]:
-    """Has models of transformers run in a capture what they run eagerly, which is compiled already.
+    """Makes models of transformers run their eager code in a capture: that code is compiled already.
 
-    They ask whether a step is captured, and then build masks that they leave out otherwise, as to see that these hide
-    nothing they would wait for the device. So this serves steps that have not waited.
+    They ask whether a step is captured, and then build attention masks that they leave out otherwise, because checking
+    a mask's values waits for the device. Use it only for steps that have not waited.
     """
-    asked = sys.modules.get("transformers.utils.import_utils")
-    ask = getattr(asked, "is_cuda_stream_capturing", None)
-    if ask is None:
+    module = sys.modules.get("transformers.utils.import_utils")
+    original = getattr(module, "is_cuda_stream_capturing", None)
+    if original is None:
         yield
         return
-    asked.is_cuda_stream_capturing = lambda: False  # type: ignore[union-attr]  # a test notices if it is renamed
+    module.is_cuda_stream_capturing = lambda: False  # type: ignore[union-attr]  # a test notices if it is renamed
     try:
         yield
     finally:
-        asked.is_cuda_stream_capturing = ask  # type: ignore[union-attr]
+        module.is_cuda_stream_capturing = original  # type: ignore[union-attr]
 
 
 def _reason(warning: warnings.WarningMessage) -> Obstacle | None:

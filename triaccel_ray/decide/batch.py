@@ -263,7 +263,7 @@ def _candidate_sizes(size: int, config: BatchConfig, plan: Plan, memory: MemoryS
     most = min(config.rho_low / max(memory_share(config, memory), 1e-9) * plan.batch_size, state.cap or config.maximum)
     if plan.batch_size < config.start:
         most = min(most, config.start)
-    if config.bound_by_noise_scale:
+    if config.bound_by_noise_scale and _is_known(state.noise):
         most = min(most, max(config.noise_share * noise_scale(state.noise), config.start))
     return [size, *(each for each in ladder(config) if size < each <= most)]
 
@@ -289,8 +289,7 @@ def _reason_of_noise(config: BatchConfig, plan: Plan, state: BatchState, size: i
     # A return to the undivided batch, or to the initial size, does not depend on the noise scale.
     if not (config.bound_by_noise_scale and size > max(plan.batch_size, config.start)):
         return None
-    # Half of the average's weight: single measurements are as often negative as they are a hundred times too large.
-    if state.noise is None or state.noise.trace_covariance < 0.5:
+    if not _is_known(state.noise):
         text = f"no batch of {size} before the gradient noise scale is known"
         return batch_reason(ReasonCode.HELD_NOISE_SCALE, text, value=size)
     scale = noise_scale(state.noise)
@@ -300,6 +299,14 @@ def _reason_of_noise(config: BatchConfig, plan: Plan, state: BatchState, size: i
         text = f"gradient noise scale {scale:.3g}{share}: a batch of {size} would average little more"
         return batch_reason(ReasonCode.HELD_NOISE_SCALE, text, value=size, threshold=bound)
     return None
+
+
+def _is_known(noise: NoiseSignal | None) -> bool:
+    """Returns whether measurements have half of the moving average's weight.
+
+    Single ones are as often negative as they are a hundred times too large.
+    """
+    return noise is not None and noise.trace_covariance >= 0.5
 
 
 def _grow(

@@ -24,7 +24,7 @@ SHOWN_SHARE = 0.25
 
 
 def is_shown_only(config: ControlConfig) -> bool:
-    """Returns whether measurements change nothing but, at times, the batch's bound: they are for the log alone."""
+    """Returns whether measurements change no learning rate and no precision; they may still bound the batch."""
     scales_by_noise = config.batch.lr_rule == "adascale"
     return config.curvature.alpha == 0.0 and math.isinf(config.curvature.tau_curv) and not scales_by_noise
 
@@ -35,7 +35,7 @@ def has_share(config: ControlConfig, device_type: str) -> bool:
 
 
 def measuring_share(config: ControlConfig, *, is_awaited: bool = False) -> float:
-    """Returns the share of the training time for measurements; `is_awaited` says that the batch waits for one."""
+    """Returns the share of the training time for measurements: all of `max_overhead` if the batch waits for one."""
     return config.max_overhead * (SHOWN_SHARE if is_shown_only(config) and not is_awaited else 1.0)
 
 

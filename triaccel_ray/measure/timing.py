@@ -86,7 +86,8 @@ class StepTimer:
 class TimeShare:
     """Limits work beside training to a share of the elapsed time; without a share there is no limit.
 
-    The next piece of work is assumed to take as long as the last one, unless `expect` gives another estimate.
+    The next piece of work is assumed to take as long as the last one, unless `expect` gives another estimate. `share`
+    may be set anew if it is not None.
     """
 
     def __init__(self, device: torch.device, share: float | None) -> None:

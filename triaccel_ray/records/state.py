@@ -59,7 +59,7 @@ class BatchState:
     waits_for_storage: bool = False
     """Whether the last tick held the batch for the memory plan: the reason is given once."""
     waits_for_noise: bool = False
-    """Whether the last tick held a batch that would pay for the gradient noise scale, which it needs to grow."""
+    """Whether only the noise scale held the batch at the last tick, though a larger one would pay."""
 
 
 @dataclass(frozen=True, kw_only=True)
