@@ -181,7 +181,8 @@ def test_measurements_that_are_used_have_the_whole_share_and_the_first_does_not_
     if alpha:
         assert done == ["dry_run"]
         assert after(0.0, waits=False) == ["measure"]
-        assert after(80.0, waits=False) == ["measure"]
+        assert after(80.0, waits=False) == []
+        assert after(20.0, waits=False) == ["measure"]
         return
     assert after(10.0, waits=False) == []  # a dry run of 2 s must be a two-hundredth of the time
     assert after(0.0, waits=True) == ["dry_run"]

@@ -39,9 +39,9 @@ class Actuators:
             detail = f"{type(error).__name__}: {error}"[:500]
             kind = FaultKind.APPLY_FAILED
             faults = (Fault(kind=kind, step=step, phase="apply", batch_size=plan.batch_size, detail=detail),)
-        milliseconds, evicted = self._cache.take_cost()
+        milliseconds = self._cache.take_cost()
         self._adapting_ms += milliseconds
-        return Applied(plan=self.plan, faults=faults, evicted=evicted, adapt_ms=milliseconds)
+        return Applied(plan=self.plan, faults=faults, adapt_ms=milliseconds)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the plan, its cost, and what changes if a batch does not fit: number of micro-batches and storage."""

@@ -101,7 +101,6 @@ class StepCache:
         self._captured_dependencies: tuple[Any, ...] = ()
         self.pending_ms = 0.0
         """Milliseconds spent on new plans since the last `take_cost`."""
-        self._evicted: list[str] = []
         self._is_refusal_reported = False
         pool.on_release(self._drop_all)
 
@@ -110,13 +109,12 @@ class StepCache:
         """Number of graphs held now."""
         return len(self._entries)
 
-    def take_cost(self) -> tuple[float, tuple[str, ...]]:
-        """Returns the cost of new plans since the last call: milliseconds, and names of captured steps dropped.
+    def take_cost(self) -> float:
+        """Returns the milliseconds spent on new plans since the last call.
 
-        The time covers first steps of a kind, with autotuning and compilation, and captures, successful or not.
+        They cover first steps of a kind, with autotuning and compilation, and captures, successful or not.
         """
-        cost = self.pending_ms, tuple(self._evicted)
-        self.pending_ms, self._evicted = 0.0, []
+        cost, self.pending_ms = self.pending_ms, 0.0
         return cost
 
     def run(
@@ -288,8 +286,7 @@ class StepCache:
         self._entries[key] = _Captured(graph, static_indices, batch, loss_sums[0], gradients, self.step.recorder)
         if len(self._entries) > MAX_GRAPHS:
             self._pool.synchronize()
-            oldest, _ = self._entries.popitem(last=False)
-            self._evicted.append(str(oldest))
+            self._entries.popitem(last=False)
 
     def _dependencies(self) -> tuple[Any, ...]:
         """Returns the state that graphs depend on and that user code may change; a change invalidates all graphs.
@@ -315,7 +312,6 @@ class StepCache:
             self._is_ready.clear()
 
     def _drop_all(self) -> None:
-        self._evicted.extend(map(str, self._entries))
         self._entries.clear()
         self._too_large.clear()
         self.step.precision.weights.drop_unused()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -22,12 +21,6 @@ class StepKind:
     """Of the regions that do not keep what they save."""
     offset: int = 0
     """See `BatchShares`: ranks have equal kinds, though their shares of the batch may differ."""
-
-    def __str__(self) -> str:
-        parts = f" in {self.num_micro_batches} parts" if self.num_micro_batches > 1 else ""
-        counts = Counter(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-        counts.update(each.value for _, each in self.storage)
-        return f"batch {self.batch_size}{parts}, " + ", ".join(f"{count} x {name}" for name, count in counts.items())
 
     def capture_fault(self, step: int, detail: str, kind: FaultKind = FaultKind.CAPTURE_FAILED) -> Fault:
         """Returns the fault of a step of this kind that was not captured."""

@@ -257,8 +257,7 @@ class EpochLoop(ABC):
             ValueError, RuntimeError: the state belongs to another model or data set.
         """
         for name, part in self._parts().items():
-            if name in state or name != "loss":  # checkpoints of format 5 may lack it
-                part.load_state_dict(state[name])
+            part.load_state_dict(state[name])
         self._epoch.load_state_dict(state)
         self.memory.raise_peaks(*state["memory_peaks"])
         if state["sampler"]["rank"] == self.sampler.rank:  # else all ranks would drop out the same units

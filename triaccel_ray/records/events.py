@@ -102,8 +102,6 @@ class Throughput:
     batch_size: int
     step_ms: float | None
     """Median milliseconds of a step; None if the batch does not fit in memory."""
-    num_steps: int = 0
-    """Steps timed."""
     peak_bytes: int
     """Peak memory of the process on the device while this size was set up, warmed up and timed."""
     num_micro_batches: int = 1

@@ -200,8 +200,6 @@ class Applied:
 
     plan: Plan
     faults: tuple[Fault, ...] = ()
-    evicted: tuple[str, ...] = ()
-    """Descriptions of the captured steps dropped since the last tick to make room for others."""
     adapt_ms: float = 0.0
     """Milliseconds spent on new plans since the last tick: first steps of a new kind, with autotuning and compilation,
     and captures, including failed ones."""

@@ -21,7 +21,7 @@ NOT_CAPTURED = Fault(kind=FaultKind.CAPTURE_FAILED, step=3, phase="capture", det
 
 def timed(batch_size: int, rate: float | None, **plan: object) -> Throughput:
     step_ms = None if rate is None else 1e3 * batch_size / rate
-    return Throughput(batch_size=batch_size, step_ms=step_ms, num_steps=50, peak_bytes=10**9 + batch_size, **plan)
+    return Throughput(batch_size=batch_size, step_ms=step_ms, peak_bytes=10**9 + batch_size, **plan)
 
 
 def run_with(folder: Path, *sizes: Throughput, end: End | None, maximum: int = 512) -> RunRecord:

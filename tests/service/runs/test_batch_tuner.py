@@ -44,7 +44,6 @@ def test_each_size_is_timed_with_a_new_model_and_no_other_is_left(start: Begin, 
     assert list(timed)[:3] == [16, 32, 64]
     for each in timed.values():
         assert each.step_ms > 0
-        assert each.num_steps >= 10
         assert each.peak_bytes > 2**20
         assert (each.num_micro_batches, each.storage, each.faults) == (1, {}, ())
     size = int(results["batch_size"])
@@ -64,7 +63,7 @@ def test_a_size_that_passes_in_parts_says_so_and_one_that_does_not_fit_ends_the_
     timed = throughputs(tmp_path)
     assert {size: each.num_micro_batches for size, each in timed.items() if size < 128} == {16: 1, 32: 1, 64: 2}
     assert timed[64].faults[0].kind is FaultKind.OUT_OF_MEMORY
-    assert (timed[128].step_ms, timed[128].ms_per_sample, timed[128].num_steps) == (None, None, 0)
+    assert (timed[128].step_ms, timed[128].ms_per_sample) == (None, None)
     assert "no more samples fit" in timed[128].faults[-1].detail
     monkeypatch.setattr(sys.modules[module], "FITS", [32])
     assert finish(tuner)["batch_size"] <= 64

@@ -79,11 +79,7 @@ def _notes_on(run: RunRecord) -> Iterator[str]:
         yield f"target {run.start.goal.named(run.spec.target)}: {', '.join(costs) or 'not reached'}"
     seconds = sum(tick.applied.adapt_ms for tick in run.ticks) / 1e3
     if seconds > 0:
-        num_dropped = sum(len(tick.applied.evicted) for tick in run.ticks)
-        yield (
-            f"adapting took {seconds:.1f} s of the run: first steps of new plans, compilation, captures; "
-            f"{num_dropped} captured steps were dropped"
-        )
+        yield f"adapting took {seconds:.1f} s of the run: first steps of new plans, compilation, captures"
     faults = [fault for tick in run.ticks for fault in tick.observation.faults]
     faults += [fault for each in run.throughputs for fault in each.faults]
     counts = Counter((fault.kind.value, fault.phase, fault.detail) for fault in faults)

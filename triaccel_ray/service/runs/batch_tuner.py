@@ -102,19 +102,18 @@ class BatchTuner(Worker):
             over_budget = next((fault for fault in faults if fault.kind is FaultKind.BUDGET_EXCEEDED), None)
             if over_budget is not None:
                 raise MemoryError(over_budget.detail)
-            step_ms, num_steps = _median_step(loop)
+            step_ms = _median_step(loop)
         except Exception as error:
             if not is_out_of_memory(error) or not self._throughputs:
                 raise
             detail = first_line(error)
-            step_ms, num_steps = None, 0
+            step_ms = None
             kind, phase = FaultKind.OUT_OF_MEMORY, "forward_backward"
             faults = (Fault(kind=kind, step=loop.num_steps, phase=phase, batch_size=size, detail=detail),)
         loop.memory.refresh_peaks()
         return Throughput(
             batch_size=size,
             step_ms=step_ms,
-            num_steps=num_steps,
             peak_bytes=loop.memory.peak_bytes,
             num_micro_batches=loop.plan.num_micro_batches,
             storage=loop.plan.storage,
@@ -140,8 +139,8 @@ def _settle(loop: ControlLoop) -> tuple[Fault, ...]:
     return faults
 
 
-def _median_step(loop: ControlLoop) -> tuple[float, int]:
-    """Returns the median milliseconds of a step on a whole batch, and the number of steps timed.
+def _median_step(loop: ControlLoop) -> float:
+    """Returns the median milliseconds of a step on a whole batch.
 
     Raises:
         ValueError: no batch of an epoch is whole.
@@ -154,10 +153,10 @@ def _median_step(loop: ControlLoop) -> tuple[float, int]:
         synchronize(loop.device)  # else the host runs ahead, and its clock says little
         if loop.timer.num_timed >= _MIN_TIMED_STEPS and time.perf_counter() - began >= _MIN_TIMED_S:
             break
-    num_timed, step_ms = loop.timer.num_timed, loop.timer.read()()
+    step_ms = loop.timer.read()()
     if step_ms is None:
         raise ValueError(
             f"batch size = {loop.config.batch.start}: an epoch of {loop.sampler.num_samples} samples has no whole "
             "batch of this size; give a smaller --batch-max"
         )
-    return step_ms, num_timed
+    return step_ms

@@ -180,8 +180,7 @@ class Worker:
             NonFiniteLossError: the metric is not finite, or the loss on the test samples and a value in the model.
         """
         last = self.last
-        if last is None:
-            raise ValueError("epochs = 0: a run is finished after at least one epoch")
+        assert last is not None  # a recipe has at least one epoch
         metrics, loss = last.held_out_metrics, last.held_out_loss
         if loss is None or self.spec.purpose is Purpose.FINAL:
             with self._logging_errors():

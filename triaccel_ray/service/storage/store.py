@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from triaccel_ray.cuda.out_of_memory import first_line
+from triaccel_ray.records.durable import whole_file
 from triaccel_ray.service.failures import StoreError, is_disk_full
 from triaccel_ray.service.storage.storage_path import STORE_RULE
 
@@ -81,17 +82,13 @@ class Store:
         Raises:
             OSError: this machine's disk is full.
         """
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        try:
-            with (
-                self._opened() as (filesystem, root),
-                filesystem.open_input_stream(f"{root}/{name}", compression=None) as source,
-                partial.open("wb") as file,
-            ):
-                shutil.copyfileobj(source, file, BLOCK_BYTES)
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        with (
+            self._opened() as (filesystem, root),
+            filesystem.open_input_stream(f"{root}/{name}", compression=None) as source,
+            whole_file(target) as file,
+        ):
+            shutil.copyfileobj(source, file, BLOCK_BYTES)
+        file.close()
 
     def write(self, name: str, source: BinaryIO, num_bytes: int = 0) -> Stamp:
         """Replaces the file `name` by the next `num_bytes` of `source`, and returns its new stamp.
