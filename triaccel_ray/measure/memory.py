@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 from types import NoneType
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil
 import pynvml
@@ -196,8 +195,8 @@ class ResidentMemory(MemoryMeter):
 
     def trim(self) -> None:
         """Returns the heap's free pages to the system, if the C library supports it."""
-        if _LIBC is not None:
-            _LIBC.malloc_trim(0)
+        if hasattr(psutil, "heap_trim"):
+            psutil.heap_trim()
 
     def _total_and_free_bytes(self) -> tuple[int, int]:
         memory = psutil.virtual_memory()
@@ -322,28 +321,9 @@ def mib(num_bytes: int) -> str:
     return f"{num_bytes / MIB:.0f} MiB"
 
 
-def _load_libc() -> ctypes.CDLL | None:
-    """Returns the C library if it has `malloc_trim`, as glibc does; else None."""
-    try:
-        libc = ctypes.CDLL(None)
-        return libc if hasattr(libc, "malloc_trim") else None
-    except OSError:
-        return None
-
-
-class _Mallinfo(ctypes.Structure):
-    """glibc's `struct mallinfo2`: arena, ordblks, smblks, hblks, hblkhd, usmblks, fsmblks, uordblks, ..."""
-
-    _fields_: ClassVar = [("values", ctypes.c_size_t * 10)]
-
-
-_LIBC = _load_libc()
-
-
 def _heap_bytes() -> int:
     """Returns the bytes allocated on the heap; 0 if the C library does not report them."""
-    if _LIBC is None or not hasattr(_LIBC, "mallinfo2"):
+    if not hasattr(psutil, "heap_info"):
         return 0
-    _LIBC.mallinfo2.restype = _Mallinfo
-    values = _LIBC.mallinfo2().values
-    return int(values[7] + values[4])
+    found = psutil.heap_info()
+    return int(found.heap_used + found.mmap_used)
