@@ -11,13 +11,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.apply.captured import faults_of, fixed, loop_of
-from tests.build import BF16, FP32
+from tests.build import BF16, FP32, Wired
 from triaccel_ray.apply.compile import Compilation, is_compiled, share_kernel_cache
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.weights import ComputeCopies, Weights
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.model.regions import repeated_blocks
 from triaccel_ray.records.plan import Precision
+from triaccel_ray.trainables.bert import Bert
 
 
 class Block(nn.Module):
@@ -192,6 +193,26 @@ def test_a_compiled_step_is_captured_and_trains_as_the_plain_one(waits: str) -> 
         loop.close()
         assert all(block._compiled_call_impl is None for block in blocks)
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+def test_a_model_of_transformers_without_a_mask_is_captured_with_its_blocks_as_they_are_compiled() -> None:
+    torch.manual_seed(0)
+    model = Bert(layers=4, width=64, heads=2, context=16).cuda()
+    data, ticks = (torch.randint(0, 256, (640, 16)).cuda(), torch.randint(0, 7, (640,)).cuda()), list[Any]()
+    loop = loop_of(
+        nn.Sequential(model, Wired(lambda self, x: x.mean(1))),
+        fixed(BF16, compile="auto"),
+        data=data,
+        on_tick=ticks.append,
+    )
+    for _ in range(2):
+        loop.train_epoch()
+    assert loop._training.steps.num_captured == 1
+    assert [each for each in told(ticks) if "compiled" in each] == [
+        "compiled: 4 x BertLayer compiled: its blocks repeat"
+    ]
+    loop.close()
 
 
 @pytest.mark.gpu
