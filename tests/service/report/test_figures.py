@@ -25,7 +25,7 @@ from triaccel_ray.records.events import Epoch, Event, Tick, read_events
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision, Storage
 from triaccel_ray.records.signals import MemoryProfile, RegionSignal
-from triaccel_ray.service.report.drawing import PRECISION_COLORS, front
+from triaccel_ray.service.report.drawing import PRECISION_COLORS, front, shorten
 from triaccel_ray.service.report.figures import (
     draw_run,
     memory_plan,
@@ -131,6 +131,20 @@ def test_names_of_many_layers_are_shortened_and_thinned(tmp_path: Path) -> None:
     assert 20 <= len(rows) <= 32
     assert max(map(len, rows)) <= 24
     assert len(set(rows)) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("features.4.1.block.1.0", "features.4.1.block.1.0"),
+        ("model.layers.31.mlp.down_proj", "m.l.31.mlp.down_proj"),
+        ("bert.bert.encoder.layer.10.attention.self.query", "b.b.e.l.10.a.self.query"),
+        ("bert.bert.embeddings.position_embeddings", "…b.e.position_embeddings"),
+        ("x" * 25, "…" + "x" * 23),
+    ],
+)
+def test_a_long_name_keeps_its_numbers_and_its_end(name: str, short: str) -> None:
+    assert shorten(name) == short
 
 
 def test_one_picture_tells_what_was_learned_changed_and_spent(tmp_path: Path) -> None:

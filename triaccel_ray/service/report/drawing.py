@@ -119,8 +119,13 @@ def scale_losses(axes: Axes, losses: Sequence[float]) -> None:
 
 
 def shorten(name: str) -> str:
-    """Returns a layer's name in at most 24 characters. The middle is cut, since names differ at their ends."""
-    return name if len(name) <= 24 else f"{name[:11]}…{name[-11:]}"
+    """Returns a layer's name in at most 24 characters: its first parts as initials, or else without its start."""
+    *parts, last = name.split(".")
+    for index, part in enumerate(parts):
+        if len(name) > 24 and not part.isdigit():
+            parts[index] = part[:1]
+            name = ".".join((*parts, last))
+    return name if len(name) <= 24 else f"…{name[-23:]}"
 
 
 @dataclass(frozen=True, kw_only=True)
