@@ -193,6 +193,38 @@ def test_measurements_that_are_used_have_the_whole_share_and_the_first_does_not_
     assert after(400.0, waits=False) == ["measure"]
 
 
+def test_a_measurement_that_would_take_too_long_is_planned_once_until_its_share_allows_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU; this device has no share. Planning takes of the share, too: repeated, it would use it up."""
+    now, done = 0.0, []
+
+    def prepare(*_: Any, **options: Any) -> float:
+        nonlocal now
+        now += 1.0
+        done.append("prepare")
+        return 26.0
+
+    def measure(*_: Any) -> None:
+        done.append("measure")
+        raise torch.OutOfMemoryError("no room for curvature")
+
+    monkeypatch.setattr(control_curvature, "has_share", lambda *_: True)
+    monkeypatch.setattr(CurvatureMeter, "prepare", prepare)
+    monkeypatch.setattr(CurvatureMeter, "measure", measure)
+    config = replace(QUIET, every_steps=100, curvature=CurvatureConfig(every_steps=1, alpha=0.1), max_overhead=0.02)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    loop, _ = loop_of(mlp(), blobs(64), config)
+    loop.step()
+    for _ in range(12):
+        now += 100.0
+        loop.step()
+    assert done == ["prepare"]
+    now += 1500.0
+    loop.step()
+    assert done == ["prepare", "prepare", "measure"]
+
+
 @pytest.mark.gpu
 def test_a_late_dry_run_leaves_captured_steps_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = []

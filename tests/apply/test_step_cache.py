@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.utils.import_utils import is_tracing
+from transformers.utils import import_utils
 
 from tests.apply.fusible import Block, fused
 from tests.build import ONE, NoUpdate, RerunPool, Wired, blobs, cache_of, cross_entropy, mlp, step_of
@@ -151,20 +151,20 @@ def test_a_wait_ends_capturing_only_if_the_capture_fails(monkeypatch: pytest.Mon
 def test_models_of_transformers_run_the_same_code_while_captured_unless_they_have_waited(
     waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tracing: list[bool] = []
+    original, is_told = import_utils.is_cuda_stream_capturing, list[bool]()
+    assert original.__name__ in import_utils.is_tracing.__code__.co_names  # it is what models ask
 
     class Asks(nn.Linear):
         def forward(self, inputs: Tensor) -> Tensor:
-            tracing.append(is_tracing())
+            is_told.append(import_utils.is_cuda_stream_capturing is original)
             return super().forward(inputs)
 
     found = [Obstacle("the host waits for the device (model.py:1)", is_certain=False)] if waits else []
     monkeypatch.setattr("triaccel_ray.apply.step.watched", lambda into, device: nullcontext(into.extend(found)))
-    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
     cache, _, _ = cache_with(model=nn.Sequential(Asks(blobs(16)[0].shape[1], 4)))
     assert [cache.run(ALL, ONE, step=step) for step in range(2)] == [(), ()]
-    assert tracing[:2] == [True, waits]
-    assert is_tracing()
+    assert is_told == [True, waits, True]  # eagerly, in the capture, in its replay
+    assert import_utils.is_cuda_stream_capturing is original
 
 
 def test_a_model_whose_blocks_cannot_be_captured_is_compiled_as_a_whole() -> None:

@@ -70,6 +70,7 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     # settings that a task does not read
     ("search digits --data-dir /files", "--data-dir = '/files': digits does not read it; leave it out"),
     ("run text-gpt --momentum 0.5", "--momentum = 0.5: text-gpt does not read it"),
+    ("run text-bert --momentum 0.5", "--momentum = 0.5: text-bert does not read it"),
     # options of all commands that train
     ("run digits --loss-scale 0.5", "initial (loss_scale) = 0.5: must lie in [1, 16777216]"),
     ("run digits --initial-layers conv1=fp8", "initial_layers.conv1 = 'fp8'"),

@@ -49,7 +49,7 @@ class ScheduledCurvature:
         self._share = TimeShare(self._device, measuring_share(config) if is_shared else None)
         # A budget has room for the kernels that a dry run loads before the first step only.
         self._defers_dry_run = is_shared and is_shown_only(config) and not training.memory.has_budget
-        self._was_dry_run = self._was_measured = False
+        self._was_dry_run = self._was_tried = False
 
     def is_due(self, step: int) -> bool:
         """Returns whether a measurement is due after this step."""
@@ -98,7 +98,7 @@ class ScheduledCurvature:
             yield
 
     def _measure(self, step: int, *, is_awaited: bool) -> None:
-        if not self._was_measured and (is_awaited or not is_shown_only(self._config)):
+        if not self._was_tried and (is_awaited or not is_shown_only(self._config)):
             self._share.expect(0.0)  # a dry run, which loads kernels, says nothing about a measurement
         cannot = bool(self.meter.off_because) or self._waits(step)
         if self._training.ranks.any(cannot):  # all measure at once, or each would wait for the others in turn
@@ -108,6 +108,7 @@ class ScheduledCurvature:
         if not self._was_dry_run:
             self._dry_run(step, counts=not is_awaited)
             return
+        self._was_tried = True
         indices = self._drawn()
         batch = None
         try:
@@ -121,7 +122,6 @@ class ScheduledCurvature:
                         self._training.memory.trim()
                         self._report(step)
                         return
-                self._was_measured = True
                 with self._share.timed():
                     self._sensors.record_curvature(self.meter.measure(*batch, self._device_generator()))
         except Exception as error:
