@@ -18,7 +18,9 @@ KEPT = [name for name in TASKS if files("triaccel_ray.search_spaces").joinpath("
 def test_a_task_uses_what_was_found_for_it(name: str) -> None:
     kept, task = tuned_thresholds(name), load_task(name, None)
     assert kept.task == name
-    assert kept.onto(task.control) == task.control
+    has_constant_batch = task.control.batch.maximum == task.control.batch.start
+    found = replace(kept, batch={}) if has_constant_batch else kept
+    assert found.onto(task.control) == task.control
     assert kept.command.startswith(f"triaccel search {name} ")
     assert 0 < kept.num_finished <= kept.num_trials
     assert kept.best.score > 0 < kept.amp.score
