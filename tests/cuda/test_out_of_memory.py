@@ -6,8 +6,8 @@ import torch
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 
 CUDA = (
-    "CUDA out of memory. Tried to allocate 20.00 MiB. 270.30 MiB allowed; Of the allocated memory 223.25 MiB is allocated "
-    "by PyTorch, and 30.75 MiB is reserved by PyTorch but unallocated."
+    "CUDA out of memory. Tried to allocate 20.00 MiB. 270.30 MiB allowed; Of the allocated memory 223.25 MiB is "
+    "allocated by PyTorch, and 30.75 MiB is reserved by PyTorch but unallocated."
 )
 ADVICE = " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
