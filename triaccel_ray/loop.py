@@ -246,8 +246,11 @@ class ControlLoop(EpochLoop):
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Returns a context in which the model computes in FP32 with its own forward code, to evaluate it."""
-        with self._training.suspended():
+        """Returns a context in which the model computes in FP32 with its own forward code, to evaluate it.
+
+        Its memory is not that of the batch, which no smaller batch would save.
+        """
+        with self._training.suspended(), self.memory.outside_window():
             try:
                 yield
             finally:

@@ -56,6 +56,16 @@ def test_a_peak_between_two_readings_counts_in_its_window_alone() -> None:
     assert after.peak_bytes >= during.window_peak_bytes
 
 
+def test_memory_outside_the_window_counts_in_the_runs_peak_alone() -> None:
+    memory = ResidentMemory(None)
+    before = memory.read().used_bytes
+    with memory.outside_window():
+        map_and_unmap(100)
+    signal = memory.read()
+    assert signal.window_peak_bytes < before + 50 * MIB
+    assert signal.peak_bytes >= before + 95 * MIB
+
+
 def test_what_the_heap_holds_between_steps_is_no_batchs_memory() -> None:
     memory = ResidentMemory(None, 64 * MIB)
     memory.require_room()
@@ -140,6 +150,20 @@ def test_a_peak_of_the_pool_counts_in_its_window_alone() -> None:
     assert during.allocated_peak_bytes >= 512 * MIB
     assert after.window_peak_bytes < before + 100 * MIB
     assert after.peak_bytes >= during.window_peak_bytes
+
+
+@pytest.mark.gpu
+def test_a_peak_of_the_pool_outside_the_window_counts_in_the_runs_alone() -> None:
+    device = torch.device("cuda", 0)
+    memory = CudaMemory(device, None)
+    memory.release()
+    before = memory.read().used_bytes
+    with memory.outside_window():
+        torch.ones(512 * MIB, dtype=torch.uint8, device=device)
+        memory.release()
+    signal = memory.read()
+    assert signal.window_peak_bytes < before + 100 * MIB
+    assert signal.peak_bytes >= before + 500 * MIB
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,20 @@ class Compilation:
     With `blocks`, each block and each norm and embedding outside them is compiled by `torch.nn.Module.compile` with
     dynamic shapes: equal blocks share their code, and a new batch size needs no recompilation. Without, the model is
     compiled as a whole, with a dynamic batch dimension if `batch_varies`. Code is generated at the first step, and
-    cached on disk by Inductor.
+    cached on disk by Inductor. With `spares_memory`, that takes no memory for timing kernels.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module] = (), *, batch_varies: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module] = (),
+        *,
+        batch_varies: bool = True,
+        spares_memory: bool = False,
+    ) -> None:
         if torch.cuda.is_available():
             share_kernel_cache()
-        self.model, self._batch_varies = model, batch_varies
+        self.model, self._batch_varies, self._spares_memory = model, batch_varies, spares_memory
         self.blocks = tuple(blocks)
         """The blocks compiled one by one; empty if the model is compiled as a whole."""
         self._whole: Any = None if blocks else torch.compile(model)
@@ -58,21 +65,46 @@ class Compilation:
         module: nn.Module = self._whole
         return module
 
-    def in_force(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
         """Returns a context for training passes, in which one block may be compiled in many variants.
 
         A checkpoint in the model's own code is compiled, too: what `showing` does within one need not be done again.
         """
-        patched: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(
-            recompile_limit=_RECOMPILE_LIMIT, skip_fwd_side_effects_in_bwd_under_checkpoint=True
-        )
-        return patched
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(
+                torch._dynamo.config.patch(
+                    recompile_limit=_RECOMPILE_LIMIT, skip_fwd_side_effects_in_bwd_under_checkpoint=True
+                )
+            )
+            if self._spares_memory:
+                stack.enter_context(_timing_in_warm_cache())
+            yield
 
     def remove(self) -> None:
         """Undoes the compilation: the model runs uncompiled from now on."""
         for module in self._compiled:
             module._compiled_call_impl = None  # PyTorch has no inverse of `Module.compile`
         self.blocks, self._compiled, self._whole = (), [], None
+
+
+@contextlib.contextmanager
+def _timing_in_warm_cache() -> Iterator[None]:
+    """Has Inductor time its kernels' variants without clearing the GPU's L2 cache: the buffer for that has its size.
+
+    On an H200 these are 60 MiB, for which a run whose memory budget is small would end before its first step.
+    """
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    size = "L2_cache_size"  # private, a cached property: its value is in the instance's dictionary
+    values = vars(benchmarker)
+    before = {size: values[size]} if size in values else {}
+    values[size] = 4  # bytes: one number
+    try:
+        yield
+    finally:
+        del values[size]
+        values.update(before)
 
 
 def share_kernel_cache() -> None:

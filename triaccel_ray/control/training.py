@@ -251,7 +251,9 @@ class Training:
             self._note(FaultKind.COMPILED, "compile", "the model is compiled already: it stays as it is")
             return None
         blocks, reason = self._blocks_to_compile()
-        compilation = Compilation(self.model, blocks, batch_varies=self._config.batch.enabled)
+        compilation = Compilation(
+            self.model, blocks, batch_varies=self._config.batch.enabled, spares_memory=self.memory.has_budget
+        )
         self._note(FaultKind.COMPILED, "compile", f"{compilation}: {reason}")
         return compilation
 

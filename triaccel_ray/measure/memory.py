@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -97,6 +98,18 @@ class MemoryMeter(ABC):
         self._reset_peak()
         self.window_peak_bytes = 0
         self.sample()
+
+    @contextlib.contextmanager
+    def outside_window(self) -> Iterator[None]:
+        """Leaves what the block takes out of the window's peak, on which plans are based, not out of the run's."""
+        self.refresh_peaks()
+        before = self.window_peak_bytes
+        try:
+            yield
+        finally:
+            self.refresh_peaks()
+            self._reset_peak()
+            self.window_peak_bytes = before
 
     def release(self) -> None:
         """Collects garbage, then returns unused memory to the device."""
