@@ -3,7 +3,6 @@
 import functools
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,23 +139,6 @@ def test_with_a_budget_inductor_times_kernels_without_a_buffer_of_the_caches_siz
     with compilation.in_force(), compilation.in_force():  # recomputation is within the pass
         assert benchmarker.L2_cache_size == 4  # type: ignore[attr-defined]
     assert vars(benchmarker) == before
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("spares_memory", [False, True])
-def test_timing_kernels_takes_memory_only_without_a_budget(
-    spares_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing is timed before
-    torch._dynamo.reset()
-    model = nn.Sequential(nn.Embedding(256, 384)).cuda()
-    compilation = Compilation(model, [model], spares_memory=spares_memory)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    with compilation.in_force():
-        model(torch.randint(256, (2048,), device="cuda")).sum().backward()
-    taken = torch.cuda.max_memory_allocated() - before
-    assert (taken < torch.cuda.get_device_properties(0).L2_cache_size) is spares_memory
 
 
 def test_norms_and_embeddings_beside_the_blocks_are_compiled_one_by_one() -> None:
