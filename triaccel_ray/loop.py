@@ -248,11 +248,12 @@ class ControlLoop(EpochLoop):
     def suspended(self) -> Iterator[None]:
         """Returns a context in which the model computes in FP32 with its own forward code, to evaluate it.
 
-        Its memory is not that of the batch, which no smaller batch would save.
+        Memory that it takes does not count in the window's peak, so it does not shrink the batch.
         """
-        with self._training.suspended(), self.memory.outside_window():
+        with self.memory.outside_window():
             try:
-                yield
+                with self._training.suspended():
+                    yield
             finally:
                 self.timer.interrupt()
                 if self.device.type == "cuda":  # a CPU would map the same pages again in the next step

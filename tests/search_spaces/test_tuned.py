@@ -19,6 +19,8 @@ def test_a_task_uses_what_was_found_for_it(name: str) -> None:
     kept, task = tuned_thresholds(name), load_task(name, None)
     assert kept.task == name
     has_constant_batch = task.control.batch.maximum == task.control.batch.start
+    if has_constant_batch:
+        assert task.control.batch == BatchConfig(maximum=task.control.batch.start)
     found = replace(kept, batch={}) if has_constant_batch else kept
     assert found.onto(task.control) == task.control
     assert kept.command.startswith(f"triaccel search {name} ")

@@ -23,7 +23,8 @@ class Compilation:
     With `blocks`, each block and each norm and embedding outside them is compiled by `torch.nn.Module.compile` with
     dynamic shapes: equal blocks share their code, and a new batch size needs no recompilation. Without, the model is
     compiled as a whole, with a dynamic batch dimension if `batch_varies`. Code is generated at the first step, and
-    cached on disk by Inductor. With `spares_memory`, that takes no memory for timing kernels.
+    cached on disk by Inductor. With `spares_memory`, it times kernels without clearing the L2 cache, which would take a
+    buffer of its size.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Compilation:
                 )
             )
             if self._spares_memory:
-                stack.enter_context(_timing_in_warm_cache())
+                stack.enter_context(_timing_without_l2_flush())
             yield
 
     def remove(self) -> None:
@@ -89,10 +90,11 @@ class Compilation:
 
 
 @contextlib.contextmanager
-def _timing_in_warm_cache() -> Iterator[None]:
-    """Has Inductor time its kernels' variants without clearing the GPU's L2 cache: the buffer for that has its size.
+def _timing_without_l2_flush() -> Iterator[None]:
+    """Has Inductor time variants of kernels without clearing the L2 cache, which takes a buffer of that cache's size.
 
-    On an H200 these are 60 MiB, for which a run whose memory budget is small would end before its first step.
+    That is 60 MiB on an H200, for which a cold start in a small budget would fail. The variants chosen are cached on
+    disk, for runs without a budget, too.
     """
     from torch._inductor.runtime.benchmarking import benchmarker
 
@@ -103,7 +105,7 @@ def _timing_in_warm_cache() -> Iterator[None]:
     try:
         yield
     finally:
-        del values[size]
+        values.pop(size, None)
         values.update(before)
 
 

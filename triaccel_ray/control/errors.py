@@ -55,7 +55,7 @@ def explaining_errors(training: Training) -> Iterator[None]:
             raise
         advice = ", or set ".join(filter(None, ["Give more memory", " or ".join(training.unused_savings)]))
         text = (
-            f"memory ran out, and smaller micro-batches could not help: {first_line(error)}. The "
+            f"memory ran out, and smaller micro-batches could not help: {first_line(error).rstrip('.')}. The "
             f"{'memory budget' if memory.has_budget else 'memory'} of {memory.name} is {mib(memory.limit_bytes)}, of "
             f"which the process held {mib(memory.idle_bytes)} before the first batch. {advice}"
         )

@@ -25,7 +25,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def first_line(error: BaseException) -> str:
     """Returns the first line of the error's message, or its type's name if that is empty (Python's MemoryError).
 
-    PyTorch's advice on its allocator is left out: its segments are expandable already.
+    PyTorch's advice on expandable segments is left out: `use_lean_memory` sets them, by default in the commands.
     """
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return line.partition(" If reserved but unallocated memory is large")[0]

@@ -101,7 +101,10 @@ class MemoryMeter(ABC):
 
     @contextlib.contextmanager
     def outside_window(self) -> Iterator[None]:
-        """Leaves what the block takes out of the window's peak, on which plans are based, not out of the run's."""
+        """Returns a context whose memory counts in the run's peak, but not in the window's, on which plans are based.
+
+        What is still held afterwards counts, and all of it does if the system's own peak cannot be reset.
+        """
         self.refresh_peaks()
         before = self.window_peak_bytes
         try:

@@ -29,7 +29,7 @@ class MemorySignal:
     used_bytes: int
     """Memory that the process holds now, as seen by the driver (NVML) or the operating system (resident set)."""
     window_peak_bytes: int
-    """Largest `used_bytes` since the last tick: MemUsage(t)."""
+    """Largest `used_bytes` since the last tick, evaluations left out: MemUsage(t)."""
     peak_bytes: int
     """Largest `used_bytes` since the run began."""
     limit_bytes: int

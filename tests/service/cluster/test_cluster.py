@@ -20,9 +20,11 @@ from triaccel_ray.service.cluster.cluster import (
     cluster,
     environment_variables,
     gpu_fraction,
+    gpus_of_a_run,
     require_gpus,
     require_reachable,
 )
+from triaccel_ray.service.runs.runs import num_groups
 from triaccel_ray.service.runs.spec import MAX_TRIALS_PER_GPU
 
 
@@ -38,6 +40,27 @@ def test_without_a_gpu_there_is_nothing_to_share() -> None:
     require_gpus("10.0.0.1:6379", own_spec("digits", device="cuda", trials_per_gpu=2))  # one may join
     with pytest.raises(ValueError, match="trials-per-gpu = 2: this machine has no GPU to share; leave it out"):
         require_gpus(None, own_spec("digits", device="auto", trials_per_gpu=2))
+
+
+def test_a_cluster_with_too_few_gpus_says_how_many_it_has_and_waits_only_if_told(
+    cluster_address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="gpus = '3': the cluster has 2 GPUs; give at most 2"):
+        require_gpus(cluster_address, own_spec("digits", device="auto", gpus="3"))
+    waiting, fitting = (own_spec("digits", device="cuda", gpus=gpus) for gpus in ("3..4", "2"))
+    require_gpus(cluster_address, waiting)
+    with cluster(cluster_address):
+        assert gpus_of_a_run(waiting, cluster_address) == 1.0
+        assert "the cluster has 2 GPUs now: the run waits for 3" in capsys.readouterr().err
+        assert gpus_of_a_run(fitting, cluster_address) == 1.0
+        assert capsys.readouterr().err == ""
+
+
+def test_as_many_groups_train_at_a_time_as_fit(cluster_address: str) -> None:
+    with cluster(cluster_address):  # two GPUs, two CPUs
+        found = {gpus: num_groups(own_spec("digits", device="auto", gpus=gpus), 1.0) for gpus in ("1", "2", "1..2")}
+        assert found == {"1": None, "2": 1, "1..2": 1}
+        assert num_groups(own_spec("digits", device="cpu", gpus="2"), 0.0) == 1
 
 
 def test_a_ray_that_cannot_start_here_is_not_blamed_on_an_address(

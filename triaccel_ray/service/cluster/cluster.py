@@ -185,7 +185,10 @@ def gpus_of_a_run(spec: RunSpec, address: str | None) -> float:
     """
     if spec.device == "cpu":
         return 0.0
-    if ray.cluster_resources().get("GPU", 0):
+    if present := int(ray.cluster_resources().get("GPU", 0)):
+        if present < spec.gpu_range[0]:  # on a cluster, as asked: `require_gpus` has refused it elsewhere
+            text = f"the cluster has {counted(present, 'GPU')} now: the run waits for {spec.gpu_range[0]}"
+            err.print(text, style="yellow", soft_wrap=True)
         return gpu_fraction(spec.trials_per_gpu)
     if address is None:
         return 0.0
