@@ -101,6 +101,16 @@ def test_a_best_trial_above_the_baselines_is_recommended() -> None:
     )
 
 
+@pytest.mark.parametrize(("objective", "warns"), [("score", True), ("time", True), ("metric", False)])
+def test_trials_on_several_gpus_are_not_compared_with_baselines_on_one_unnoticed(objective: str, warns: bool) -> None:
+    record = search(91.0, objective=objective)
+    record = replace(record, spec=replace(record.spec, base=replace(RUN_SPEC, gpus="2")))
+    unlike = "trials train on 2 ranks, baselines on one: compare accuracy, not times and scores"
+    assert unlike in search_grid(record).note
+    assert (f". But {unlike}." in recommendation(record)[0]) is warns
+    assert "ranks" not in search_grid(search(91.0, objective=objective)).note
+
+
 @pytest.mark.parametrize(
     ("objective", "seconds", "peak_gb", "said"),
     [

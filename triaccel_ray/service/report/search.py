@@ -20,6 +20,7 @@ from triaccel_ray.service.report.report import View, with_page
 from triaccel_ray.service.report.tables import FIGURE_COLUMNS, STAR, Grid, figure_cells, joined, lines
 from triaccel_ray.service.runs.objective import Figures, grace_epochs
 from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.search import search
 from triaccel_ray.service.search.search import (
     SearchRecord,
@@ -109,7 +110,7 @@ def search_grid(record: SearchRecord) -> Grid:
         notes.append(f"{again}; of the best trial and the baselines the best run counts")
     if any(run.status == "stopped" for run in record.trials):
         notes.append("stopped: pruned before its last epoch, hence ranked after all that finished")
-    notes.append(sharing_note(spec.base))
+    notes += [sharing_note(spec.base), _unlike(spec.base)]
     return Grid(
         header=header,
         rows=rows,
@@ -153,10 +154,19 @@ def recommendation(record: SearchRecord) -> tuple[str, str]:
         texts = {name: _figure_text(objective.name, each, objective.goal) for name, each in figures.items()}
         own = texts.pop(best.name)
         sentence = f"The best trial, {best.name}, has {own}{''.join(f', {n.upper()} {t}' for n, t in texts.items())}."
+        if objective.name != "metric" and (unlike := _unlike(record.spec.base)):
+            sentence += f" But {unlike}."
         if winner == best.name:
             return f"{sentence} To train with its thresholds:", repeat_command("run", best.folder)
     command = repeat_command("run", record.baselines[winner].folder)
     return f"{sentence} On this task and hardware train with {winner.upper()}:", command
+
+
+def _unlike(spec: RunSpec) -> str:
+    """Returns a note that trials and baselines trained on unlike hardware; empty if they did not."""
+    if not spec.is_distributed:
+        return ""
+    return f"trials train on {spec.ranks_text}, baselines on one: compare {spec.goal.words}, not times and scores"
 
 
 def _figure_text(objective: str, figures: Figures, goal: Goal) -> str:
