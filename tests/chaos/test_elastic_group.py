@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,13 +34,16 @@ def machines() -> Iterator[Cluster]:
     made.shutdown()
 
 
-def test_an_elastic_group_shrinks_and_grows_with_the_cluster(tmp_path: Path, machines: Cluster) -> None:
+@pytest.mark.parametrize("is_drained", [False, True], ids=["killed", "drained"])
+def test_an_elastic_group_shrinks_and_grows_with_the_cluster(
+    tmp_path: Path, machines: Cluster, is_drained: bool
+) -> None:
     (tmp_path / HOLD).touch()
     sizes: list[tuple[str, int, int]] = []
 
     def come_and_go() -> None:
         wait_until(lambda: sum(isinstance(each.record, Epoch) for each in events(tmp_path)) == 2)
-        for change in (lambda: machines.remove_node(next(iter(machines.worker_nodes)), allow_graceful=False), add):
+        for change in (leave, add):
             before = len(interruptions(tmp_path))
             change()
             wait_until(
@@ -47,6 +53,15 @@ def test_an_elastic_group_shrinks_and_grows_with_the_cluster(tmp_path: Path, mac
             )
             last = interruptions(tmp_path)[-1]
             sizes.append((last.cause, last.world_size_before, last.world_size))
+
+    def leave() -> None:
+        node = next(iter(machines.worker_nodes))
+        if is_drained:  # as a cloud does before it takes a machine back
+            words = ("drain-node", "--address", machines.address, "--node-id", node.node_id, "--reason-message", "spot")
+            deadline = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", "10")
+            subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *words, *deadline], check=True, timeout=60)
+            time.sleep(10)
+        machines.remove_node(node, allow_graceful=False)
 
     def add() -> None:
         words = (f"--address={machines.address}", "--num-cpus=1", "--num-gpus=0")
