@@ -16,6 +16,7 @@ from tests.service.runs.several import NUM_SAMPLES, Several, samples_of_epochs, 
 from tests.service.waiting import wait_until
 from triaccel_ray.service.failures import RunFailedError
 from triaccel_ray.service.runs import group, rank_failures
+from triaccel_ray.service.runs.interface import use_rays_interface
 from triaccel_ray.service.runs.mailbox import Mailbox, Progress
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.runs import run_all
@@ -106,6 +107,16 @@ def test_an_error_of_one_rank_before_training_leaves_no_run(tmp_path: Path) -> N
     assert "only here" in str(error)
     assert not (tmp_path / "run" / EVENTS).exists()
     assert_gone()
+
+
+def test_ranks_use_the_interface_of_ray_unless_the_user_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    use_rays_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    use_rays_interface()
+    found = psutil.net_if_addrs()[os.environ["GLOO_SOCKET_IFNAME"]]
+    assert ray.util.get_node_ip_address() in [each.address for each in found]
 
 
 def test_ray_train_looks_at_the_cluster_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,11 +114,14 @@ def _trainer(job: GroupJob, mailbox: Any, folder: str) -> Any:
     from ray.train.torch import TorchTrainer
     from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 
+    from triaccel_ray.service.runs.interface import InterfaceConfig
+
     least, most = job.spec.gpu_range
     wait_s = _WAIT_FOR_GPUS_S if least == most else _WAIT_FOR_GPUS_ELASTIC_S
     os.environ.update(_RAY_TRAIN, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(wait_s))  # the process may train another
     return TorchTrainer(
         functools.partial(train_rank, job, mailbox),
+        torch_config=InterfaceConfig(),
         scaling_config=ScalingConfig(
             num_workers=most if least == most else (least, most),
             use_gpu=job.on_gpus,
