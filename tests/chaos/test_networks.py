@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.mortal import HOLD, RECIPE, assert_whole, events, interruptions
+from tests.service.ray_head import ray_node
 from tests.service.waiting import COMMAND_S, HELD_S, end, wait_until
 from triaccel_ray.records.events import Epoch
 
@@ -34,10 +35,9 @@ class Networks:
         for name, (address, gateway) in OTHERS.items():
             inner, outer = (f"tr{os.getpid()}{name}{side}" for side in "io")
             run(f"ip link add {inner} type veth peer name {outer}")
-            for link, place, at in ((inner, name, address), (outer, "head", gateway)):
-                run(f"ip link set {link} netns {self._holders[place].pid} name to-{'head' if place == name else name}")
-                self.call(place, f"ip addr add {at}/24 dev to-{'head' if place == name else name}")
-                self.call(place, f"ip link set to-{'head' if place == name else name} up")
+            for link, place, at, to in ((inner, name, address, "head"), (outer, "head", gateway, name)):
+                run(f"ip link set {link} netns {self._holders[place].pid} name to-{to}")
+                self.call(place, f"ip addr add {at}/24 dev to-{to} && ip link set to-{to} up")
             self.call(name, f"ip route add default via {gateway}")
         self.call("head", "echo 1 > /proc/sys/net/ipv4/ip_forward")
 
@@ -58,13 +58,8 @@ def run(command: str) -> None:
 
 @pytest.fixture
 def networks() -> Iterator[Networks]:
-    probe = [
-        "unshare",
-        "-n",
-        "sh",
-        "-c",
-        "ip link add x type veth peer name y && echo 1 > /proc/sys/net/ipv4/ip_forward",
-    ]
+    making = "ip link add x type veth peer name y && echo 1 > /proc/sys/net/ipv4/ip_forward"
+    probe = ["unshare", "-n", "sh", "-c", making]
     with contextlib.suppress(FileNotFoundError):
         if subprocess.run(probe, capture_output=True, timeout=60, check=False).returncode == 0:
             made = Networks()
@@ -74,41 +69,23 @@ def networks() -> Iterator[Networks]:
     pytest.skip("needs the right to make network namespaces")
 
 
-@contextlib.contextmanager
-def ray_on(networks: Networks, name: str, *words: str, log: Path) -> Iterator[None]:
-    """A machine of the cluster, with one CPU."""
-    command = [*networks.within(name), sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
-    with log.open("w") as file:
-        node = subprocess.Popen([*command, "--num-gpus=0", *words], stdout=file, stderr=subprocess.STDOUT)
-    try:
-        wait_until(lambda: "Ray runtime started" in log.read_text() or node.poll() is not None, say=log.read_text)
-        assert node.poll() is None, log.read_text()
-        yield
-    finally:
-        end(node)
-
-
 @pytest.mark.timeout(1800)
 def test_a_group_trains_across_networks_and_goes_on_when_a_link_is_cut(tmp_path: Path, networks: Networks) -> None:
     (tmp_path / HOLD).touch()
     words = ["run", "tests.chaos.mortal:Mortal", "--gpus", "2..3", "--device", "cpu", "--address", f"{HEAD}:6379"]
     words += ["--epochs", str(RECIPE.epochs), "--lr", "0.05", "--warmup-epochs", "1", "--name", "run"]
     words += ["--data-dir", str(tmp_path), "--storage-path", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": os.getcwd(), "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    head = ("--head", "--port=6379", "--include-dashboard=false")
+    joins = {"head": (HEAD, head)} | {name: (own, (f"--address={HEAD}:6379",)) for name, (own, _) in OTHERS.items()}
     with contextlib.ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for name, value in {
-            "PYTHONPATH": os.getcwd(),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_AUTH_MODE": "disabled",
-        }.items():
-            patch.setenv(name, value)
-        head = ("--head", f"--node-ip-address={HEAD}", "--port=6379", "--include-dashboard=false")
-        stack.enter_context(ray_on(networks, "head", *head, log=tmp_path / "head.log"))
-        for name, (address, _) in OTHERS.items():
-            joins = (f"--address={HEAD}:6379", f"--node-ip-address={address}")
-            stack.enter_context(ray_on(networks, name, *joins, log=tmp_path / f"{name}.log"))
+        for name, (address, own) in joins.items():
+            machine = (f"--node-ip-address={address}", "--num-cpus=1", "--num-gpus=0")
+            log, within = tmp_path / f"{name}.log", networks.within(name)
+            stack.enter_context(ray_node(*own, *machine, env=env, log=log, within=within))
         command = subprocess.Popen(
             [*networks.within("head"), sys.executable, "-m", "triaccel_ray.service", *words],
+            env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,11 +32,16 @@ def ray_head() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def ray_node(*words: str, env: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Yields a machine that has joined by `ray start` with these words; it leaves at the end, as after `ray stop`."""
+def ray_node(
+    *words: str, env: Mapping[str, str], log: Path, within: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Yields a machine that has joined by `ray start` with these words; it leaves at the end, as after `ray stop`.
+
+    `within` is a command that runs the one after it elsewhere, such as in a network of its own.
+    """
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *words],
+            [*within, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *words],
             env=env,
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -72,14 +72,10 @@ class Compilation:
 
         A checkpoint in the model's own code is compiled, too: what `showing` does within one need not be done again.
         """
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(
-                torch._dynamo.config.patch(
-                    recompile_limit=_RECOMPILE_LIMIT, skip_fwd_side_effects_in_bwd_under_checkpoint=True
-                )
-            )
-            if self._spares_memory:
-                stack.enter_context(_timing_without_l2_flush())
+        patched = torch._dynamo.config.patch(
+            recompile_limit=_RECOMPILE_LIMIT, skip_fwd_side_effects_in_bwd_under_checkpoint=True
+        )
+        with patched, _timing_without_l2_flush() if self._spares_memory else contextlib.nullcontext():
             yield
 
     def remove(self) -> None:
