@@ -18,6 +18,7 @@ from tests.build import BF16, FP32, Rerun, RerunPool, blobs, cross_entropy, loop
 from tests.distributed.training import Unsteady, assert_close, fixed, listed, trained
 from tests.distributed.worker_pool import WorkerPool
 from triaccel_ray.apply import reduce
+from triaccel_ray.apply.agreement import Agreement
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.reduce import Reduction, SharedGradients
 from triaccel_ray.apply.weights import ComputeCopies, Weights
@@ -165,7 +166,7 @@ def _summed(rank: int, has_copies: bool, is_whole: bool, *, of_few: bool) -> lis
         {layer.name: BF16 if dtype is torch.bfloat16 else FP32 for layer, dtype in zip(layers, dtypes, strict=True)}
     )
     of_parameters = [dtype for dtype in dtypes for _ in ("weight", "bias")]
-    gradients = SharedGradients(Reduction(parameters, parameters, Ranks.found(), lambda: of_parameters))
+    gradients = SharedGradients(Reduction(parameters, parameters, Agreement(Ranks.found()), lambda: of_parameters))
     inputs, targets = blobs(8, seed=rank)
     found = []
     for publishes in (True, False):
@@ -214,7 +215,7 @@ def summed_tensors(rank: int) -> list[tuple[torch.dtype, tuple[int, ...], list[f
     ]
     dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float16]
     with patch.object(reduce, "LARGE_BYTES", 64):
-        sums = reduce.start_sum(tensors, dtypes, Ranks.found())()
+        sums = reduce.pack(tensors, dtypes).start_sum(Ranks.found())()
     return [(each.dtype, each.stride(), each.float().flatten().tolist()) for each in sums]
 
 

@@ -170,8 +170,14 @@ class StepCache:
             self._pool.release()
         gradients, weights = self._eager_gradients, self.step.precision.weights
         gradients.begin(publishes=True)
-        outcome = self.step.run(indices, loss_scale, step=step, watch=watch, num_samples=key.batch_size)
-        gradients.collect(weights.in_force, weights.sums)
+        outcome = self.step.run(
+            indices,
+            loss_scale,
+            step=step,
+            watch=watch,
+            num_samples=key.batch_size,
+            collect=lambda: gradients.collect(weights.in_force, weights.sums),
+        )
         gradients.publish()
         self._update.run(outcome.loss_sum, key.batch_size, gradients)
         gradients.drop()

@@ -5,7 +5,8 @@ As in `DistributedDataParallel` (Li et al. 2020), buckets are sent in one order 
 have arrived. What differs:
 
 - The collectives are part of the captured graph.
-- An eager pass may run out of memory on one rank. So its gradients are sent once all ranks have completed it.
+- An eager pass may run out of memory on one rank. So its gradients are sent once all ranks have completed it, and have
+  memory for the messages.
 - Layers in 16 bits send gradients in 16 bits, also if autocast has cast them to FP32: communication slows down the
   kernels beside it.
 """
@@ -15,12 +16,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.apply.agreement import NotCapturableError
+from triaccel_ray.apply.agreement import Agreement, NotCapturableError
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.model.gradients import Gradients, buckets_by_arrival, gradient_of
 
@@ -52,10 +53,11 @@ class Reduction:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], order: Sequence[nn.Parameter], ranks: Ranks, dtypes: Dtypes
+        self, parameters: Sequence[nn.Parameter], order: Sequence[nn.Parameter], peers: Agreement, dtypes: Dtypes
     ) -> None:
         """Groups `parameters` into buckets; `order` is that of the forward pass, as far as it is known."""
-        self.parameters, self._ranks, self._dtypes = tuple(parameters), ranks, dtypes
+        self.parameters, self.peers, self._dtypes = tuple(parameters), peers, dtypes
+        self._ranks = peers.ranks
         elements = min(BUCKET_ELEMENTS, sum(p.numel() for p in parameters) // _LEAST_BUCKETS)
         self.buckets = buckets_by_arrival(parameters, order, elements=elements, in_first=BUCKET_ELEMENTS // 25)
         """Indices of `parameters` in the order in which they are sent. The first bucket is small, so that the first
@@ -113,6 +115,7 @@ class Reduction:
 
         Raises:
             NotCapturableError: on any rank, gradients have not arrived as expected in a pass that overlaps.
+            torch.OutOfMemoryError, MemoryError: a rank lacks memory for its messages; none has sent any.
         """
         current, self._pass = self._pass, None
         codes = [self.code_of(index, tensor) for index, tensor in enumerate(tensors)]
@@ -128,7 +131,9 @@ class Reduction:
         if self._key is not None and not irregular:
             self._expected[self._key] = agreed
         buckets = [[index for index in bucket if agreed[index]] for bucket in self.buckets]
-        return self.sums(buckets, [self.send(bucket, tensors, agreed, copies) for bucket in buckets])
+        with self.peers.agreeing():
+            packed = [self.pack(bucket, tensors, agreed, copies) for bucket in buckets]
+        return self.sums(buckets, [each.start_sum(self._ranks) for each in packed])
 
     def code_of(self, index: int, gradient: Tensor | None) -> int:
         """Returns the code of the dtype in which this parameter's gradient is to be sent; 0 for None."""
@@ -141,10 +146,10 @@ class Reduction:
             sent = of_layer
         return 1 + _DTYPES.index(sent)
 
-    def send(
+    def pack(
         self, bucket: Sequence[int], tensors: list[Tensor | None], codes: Sequence[int], copies: _Copies
-    ) -> Callable[[], list[Tensor]]:
-        """Starts to sum the gradients of these parameters, as `start_sum`; zeros stand for those that are None."""
+    ) -> Packed:
+        """Returns the gradients of these parameters as they are sent; zeros stand for those that are None."""
         own, dtypes = [], [_DTYPES[codes[index] - 1] for index in bucket]
         for index, dtype in zip(bucket, dtypes, strict=True):
             tensor, parameter = tensors[index], self.parameters[index]
@@ -153,7 +158,7 @@ class Reduction:
             for leaf in (parameter, copies.get(id(parameter))):
                 if leaf is not None and leaf.grad is not None and leaf.grad.dtype is not dtype:
                     leaf.grad = None
-        return start_sum(own, dtypes, self._ranks)
+        return pack(own, dtypes)
 
     def sums(self, buckets: Sequence[Sequence[int]], sent: Sequence[Callable[[], list[Tensor]]]) -> list[Tensor | None]:
         """Returns the sums by parameter, for which the current stream waits; None for parameters in no bucket."""
@@ -197,7 +202,8 @@ class _Pass:
         for index in bucket:
             own[index] = gradient_of(parameters[index], self._copies.get(id(parameters[index])), None)
             self.codes[index] = self._reduction.code_of(index, own[index])
-        self._sent.append(self._reduction.send(bucket, own, self.expected, self._copies))
+        packed = self._reduction.pack(bucket, own, self.expected, self._copies)
+        self._sent.append(packed.start_sum(self._reduction.peers.ranks))
 
 
 class SharedGradients(Gradients):
@@ -214,14 +220,37 @@ class SharedGradients(Gradients):
 
     @torch.no_grad()
     def collect(self, copies: _Copies, sums: Mapping[int, Tensor]) -> None:
-        """Takes this rank's gradients and sums them over ranks, in the dtypes of their layers."""
-        super().collect(copies, sums)
-        self.tensors = self._reduction.finish(self.tensors, copies)
+        """Takes this rank's gradients and sums them over ranks, in the dtypes of their layers.
+
+        Raises:
+            torch.OutOfMemoryError, MemoryError: on all ranks, if one lacks the memory for it.
+        """
+        with self._reduction.peers.agreeing():
+            own = self.of_this_rank(copies, sums)
+        self.tensors = self._reduction.finish(own, copies)
         self.table.point_to(self.tensors, upload=False)
 
 
-def start_sum(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], ranks: Ranks) -> Callable[[], list[Tensor]]:
-    """Starts to sum dense tensors over ranks; returns a function that has the current stream wait, and the sums.
+class Packed(NamedTuple):
+    """Tensors as they are sent."""
+
+    messages: list[Tensor]
+    sums: list[Tensor]
+    """For each tensor its values, and later their sum, in memory of one of the messages."""
+
+    def start_sum(self, ranks: Ranks) -> Callable[[], list[Tensor]]:
+        """Starts to sum over ranks; returns a function that has the current stream wait, and returns the sums."""
+        wait = ranks.start_sum(self.messages)
+
+        def finish() -> list[Tensor]:
+            wait()
+            return self.sums
+
+        return finish
+
+
+def pack(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> Packed:
+    """Returns dense tensors as they are sent in these dtypes.
 
     Large tensors are sent alone; those of the wanted dtype become their own sums. Small ones are copied into one
     message for each dtype, and their sums lie there. Ranks may hold other dtypes: what is sent depends on `dtypes`.
@@ -244,13 +273,7 @@ def start_sum(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], ranks: R
         messages.append(message)
         for index, part in zip(indices, parts, strict=True):
             sums[index] = part.as_strided(tensors[index].shape, tensors[index].stride())
-    wait = ranks.start_sum(messages)
-
-    def finish() -> list[Tensor]:
-        wait()
-        return sums
-
-    return finish
+    return Packed(messages, sums)
 
 
 def _padded(num_elements: int, dtype: torch.dtype) -> int:

@@ -148,12 +148,20 @@ class Step:
         self._is_budget_waived = False
 
     def run(
-        self, indices: Tensor, loss_scale: Tensor, *, step: int, watch: bool = False, num_samples: int | None = None
+        self,
+        indices: Tensor,
+        loss_scale: Tensor,
+        *,
+        step: int,
+        watch: bool = False,
+        num_samples: int | None = None,
+        collect: Callable[[], None] = lambda: None,
     ) -> StepOutcome:
         """Returns the loss of the samples at `indices`; leaves their mean gradient times `loss_scale` in `.grad`.
 
         With `watch`, the outcome's `obstacles` are collected. If the samples are this rank's share of `num_samples`,
-        loss and gradient are its addends to those of all ranks.
+        loss and gradient are its addends to those of all ranks. `collect` takes the gradients, and may run out of
+        memory as the pass may.
 
         Raises:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits, or two with batch normalization.
@@ -173,6 +181,7 @@ class Step:
                 with self.peers.agreeing(), self.activations.rng.recording_pass(kind):
                     parts = self.batches(indices, num_samples)
                     loss_sum = self.accumulate(parts, num_samples, loss_scale, obstacles if watch else None)
+                collect()
                 faults = feature_faults + memory_faults + self._learn(step)
                 return StepOutcome(loss_sum=loss_sum, faults=faults, obstacles=tuple(obstacles))
             except (RuntimeError, MemoryError) as error:

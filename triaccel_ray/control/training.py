@@ -194,7 +194,8 @@ class Training:
         if buckets is not None:
             parameters = [[watched[index] for index in bucket] for bucket in buckets]
             self._stepper = StepInBackward(parameters, weights, update.begin, update.take)
-        reduction = None if self.ranks.is_alone else self._reduction(precision)
+        peers = Agreement(self.ranks)
+        reduction = None if self.ranks.is_alone else self._reduction(precision, peers)
         compilation = self._compile() if compiles else None
         step = Step(
             self.model,
@@ -211,7 +212,7 @@ class Training:
                 compilation=compilation,
                 stepper=self._stepper,
                 activations=self._activations(fusion, compilation),
-                peers=Agreement(self.ranks),
+                peers=peers,
                 reduction=reduction,
             ),
         )
@@ -219,7 +220,7 @@ class Training:
         new_gradients = shared if self._stepper is None else self._stepper.gradients
         return StepCache(step, update, new_gradients, self.pool, execution)
 
-    def _reduction(self, precision: LayerPrecision) -> Reduction:
+    def _reduction(self, precision: LayerPrecision, peers: Agreement) -> Reduction:
         watched = self.optimizer.watched
         own = parameters_of_one(self.layers, watched)
         name_of = {id(parameter): name for name, parameters in own.items() for parameter in parameters}
@@ -228,7 +229,7 @@ class Training:
         def dtypes() -> list[torch.dtype | None]:
             return [None if name is None else precision.dtypes[name] for name in names]
 
-        return Reduction(watched, list(self.model.parameters()), self.ranks, dtypes)
+        return Reduction(watched, list(self.model.parameters()), peers, dtypes)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context on a stream that the steps use again: another one would keep its own workspaces."""

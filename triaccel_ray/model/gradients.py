@@ -30,8 +30,12 @@ class Gradients:
 
         Each is brought into the memory layout of its parameter. `publish` makes their addresses known to kernels.
         """
-        self.tensors = [gradient_of(p, copies.get(id(p)), sums.get(id(p))) for p in self.parameters]
+        self.tensors = self.of_this_rank(copies, sums)
         self.table.point_to(self.tensors, upload=False)
+
+    def of_this_rank(self, copies: Mapping[int, Tensor], sums: Mapping[int, Tensor]) -> list[Tensor | None]:
+        """Returns the gradients that this process has computed, each in the memory layout of its parameter."""
+        return [gradient_of(p, copies.get(id(p)), sums.get(id(p))) for p in self.parameters]
 
     def begin(self, *, publishes: bool) -> None:
         """Drops the tensors of the previous step; `publishes` is False during CUDA graph capture."""
