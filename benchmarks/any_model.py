@@ -160,8 +160,8 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
         config = ControlConfig(
             every_steps=10**9, batch=config.batch, precision=PrecisionConfig(enabled=False),
             curvature=CurvatureConfig(enabled=False),
-            weights="split" if method.startswith("lean") or method.endswith("split") else "fp32",
-            step_in_backward=method.startswith("lean"), optimizer_state="8bit" if method == "lean-8bit" else "fp32",
+            weights="split" if method.startswith("lean") or method.endswith(("split", "8bit")) else "fp32",
+            step_in_backward=method.startswith("lean"), optimizer_state="8bit" if method.endswith("8bit") else "fp32",
             shard_optimizer=method.startswith("sharded"),
             execution=ExecutionConfig(activations="recompute" if method == "checkpointed" else "keep"),
         )  # fmt: skip

@@ -9,6 +9,7 @@ Methods:
     bare           loop, without ticks, curvature and changes of precision
     sharded        bare, with the optimizer's state shared by the GPUs
     sharded-split  sharded, with weights="split"
+    sharded-8bit   sharded-split, with optimizer_state="8bit"
 
 Each GPU has the batch of `benchmarks.jobs.SIZES`. Each figure is the mean of 5 stretches of steps, with the slowest and
 the fastest. If weights differ at the end, it fails. Runs share the machine, each with GPUs of its own. With
@@ -50,7 +51,7 @@ from benchmarks.processes import has_gpus, parser_of
 from triaccel_ray.apply.reduce import MOST_RANKS_IN_16_BITS
 from triaccel_ray.measure.timing import synchronize
 
-METHODS = ("ddp", "ddp-bf16", "loop", "bare", "sharded", "sharded-split")
+METHODS = ("ddp", "ddp-bf16", "loop", "bare", "sharded", "sharded-split", "sharded-8bit")
 PREWARMED = "ddp", "ddp-bf16", "bare"
 """Methods that need code which the others use, too."""
 WARM_STEPS, STRETCHES = 60, 5

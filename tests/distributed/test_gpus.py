@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from tests.build import BF16, CONFIG, Limited, blobs, loop_of, mlp
 from tests.distributed.training import assert_close, fixed, listed, trained_on_images
@@ -80,6 +80,43 @@ def test_images_train_on_two_gpus_as_on_one(workers: WorkerPool) -> None:
     (alone,) = workers.run(1, trained_on_images, fixed(12), 40)
     for each in workers.run(2, trained_on_images, fixed(12), 40):
         assert_close(each, alone, within=1e-2)  # convolutions compute in TF32
+
+
+def trained_with_norms(rank: int, config: ControlConfig, compiles: Any, num_steps: int) -> dict[str, Any]:
+    """Tensors, decisions and captures of a network whose normalization takes the samples of all ranks."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(width, 8, 3), nn.BatchNorm2d(8), nn.ReLU()) for width in (3, 8)]
+    model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).cuda()
+    if distributed.is_initialized():
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    samples = torch.randn(96, 3, 8, 8), torch.randint(4, (96,))
+    loop, ticks = loop_of(model, samples, replace(config, execution=ExecutionConfig(compile=compiles)))
+    for _ in range(num_steps):
+        loop.step()
+    found = {
+        "tensors": [tensor.flatten().tolist() for tensor in model.state_dict().values()],
+        "captured": loop._training.steps.num_captured,
+        "decisions": [encode(tick.decision) for tick in ticks],
+        "faults": sorted({fault.kind.value for tick in ticks for fault in tick.observation.faults}),
+    }
+    loop.close()
+    return found
+
+
+@pytest.mark.parametrize("compiles", ["off", "on"])
+def test_synchronized_batch_normalization_trains_on_two_gpus_as_on_one(workers: WorkerPool, compiles: Any) -> None:
+    (alone,) = workers.run(1, trained_with_norms, fixed(12), compiles, 40)
+    first, second = workers.run(2, trained_with_norms, fixed(12), compiles, 40)
+    assert first["tensors"] == second["tensors"]
+    assert_close(first["tensors"], alone["tensors"], within=2e-2)  # convolutions compute in TF32
+    print(compiles, first["captured"], first["faults"])
+
+
+def test_synchronized_batch_normalization_runs_with_every_strategy_on(workers: WorkerPool) -> None:
+    first, second = workers.run(2, trained_with_norms, replace(CONFIG, max_overhead=1.0), "auto", 100)
+    assert first == second
+    assert any("eigenvalues" in str(decision) for decision in first["decisions"]) or first["decisions"]
+    print(first["captured"], first["faults"])
 
 
 @pytest.mark.parametrize("compiles", ["off", "auto"])
