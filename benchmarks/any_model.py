@@ -12,7 +12,8 @@
 Each runs in its own process. With `--prewarm` all compile concurrently first,
 so that measurements start from a warm cache. Data are noise with a weak signal; a tenth of the labels is random. All
 methods see the same batches in the same order, so that their losses can be compared.
-Models of timm, torchvision and transformers are left out if these packages are not installed.
+Models of timm, torchvision and transformers are left out if these packages are not installed. `--models` also takes the
+name of any image classifier of timm, such as timm:swin_tiny_patch4_window7_224.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.jobs import SIZES, Job, installed, job_of
+from benchmarks.jobs import SIZES, Job, installed, job_of, model_name
 from benchmarks.processes import has_gpus, parser_of, print_all, run_apart
 from triaccel_ray.data.sampler import epoch_order
 from triaccel_ray.measure.memory import memory_meter
@@ -228,7 +229,7 @@ def run(name: str, method: str, num_steps: int, seed: int) -> dict[str, Any]:
 def main() -> int:
     """Prints a line for each run; returns 1 if one failed."""
     parser = parser_of(__doc__)
-    parser.add_argument("--models", nargs="+", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--models", nargs="+", default=list(SIZES), type=model_name)
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--steps", type=int, default=1000, help="steps that are timed, after the first 200")
     parser.add_argument("--seed", type=int, default=0, help="of samples, first weights and dropout")

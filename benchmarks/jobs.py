@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,12 +17,21 @@ from triaccel_ray.trainables.text import GPT
 
 SIZES = {
     "convnext_tiny": 64, "vit_small": 64, "bert_base": 32, "gpt": 64, "resnet18": 96, "resnet18_512": 512,
-    "efficientnet_b0": 96, "gpt_350m": 4, "gpt_350m_16": 16, "resnet152": 64,
+    "efficientnet_b0": 96, "gpt_350m": 4, "gpt_350m_16": 16, "resnet152": 64, "gpt2": 16, "llama": 16,
 }  # fmt: skip
 """Model -> batch size."""
+OF_TIMM, SIZE_OF_TIMM = "timm:", 64
+"""What the name of any other model of timm begins with, and its batch size."""
 GPTS = {"gpt": (6, 384, 6, 256)} | dict.fromkeys(("gpt_350m", "gpt_350m_16"), (24, 1024, 16, 1024))
 """Model -> blocks, width, heads, tokens."""
+LANGUAGE_MODELS = {
+    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 50304}),
+    "llama": ("LlamaForCausalLM", {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048,
+                                   "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4}),
+}  # fmt: skip
+"""Model -> class and configuration of transformers; 256 tokens."""
 NEEDS = {"convnext_tiny": "timm", "vit_small": "timm", "bert_base": "transformers", "resnet152": "torchvision"}
+NEEDS |= dict.fromkeys(LANGUAGE_MODELS, "transformers")
 NUM_SAMPLES = {
     "convnext_tiny": 2048, "vit_small": 2048, "efficientnet_b0": 2016, "resnet18": 4128, "gpt_350m": 512,
     "gpt_350m_16": 512, "resnet152": 512,
@@ -44,11 +54,19 @@ class Job:
 
 def installed(names: Sequence[str]) -> list[str]:
     """Returns the models whose packages are installed."""
-    return [name for name in names if name not in NEEDS or find_spec(NEEDS[name])]
+    needed = {name: "timm" if name.startswith(OF_TIMM) else NEEDS.get(name) for name in names}
+    return [name for name, package in needed.items() if package is None or find_spec(package)]
+
+
+def model_name(name: str) -> str:
+    """Returns the name of a model if there is a job for it."""
+    if name not in SIZES and not name.startswith(OF_TIMM):
+        raise ArgumentTypeError(f"{name}: must be one of {', '.join(SIZES)}, or {OF_TIMM}NAME")
+    return name
 
 
 def job_of(name: str, seed: int = 0, num_samples: int = 0) -> Job:
-    """Returns the job for a model of `SIZES`, on the GPU, with at least so many samples."""
+    """Returns the job for a model of `SIZES` or timm, on the GPU, with at least so many samples."""
     torch.manual_seed(seed)
     num_samples = max(num_samples, NUM_SAMPLES.get(name, 4096))
     if name in GPTS:
@@ -71,19 +89,31 @@ def job_of(name: str, seed: int = 0, num_samples: int = 0) -> Job:
         model = BertForSequenceClassification(BertConfig(num_labels=10)).cuda()
         return Job(model=model, inputs={"input_ids": ids, "attention_mask": mask}, targets=labels,
                    loss=lambda out, y: F.cross_entropy(out.logits, y), batch_size=SIZES[name])  # fmt: skip
+    if name in LANGUAGE_MODELS:
+        import transformers
+
+        kind, options = LANGUAGE_MODELS[name]
+        model_class = getattr(transformers, kind)
+        tokens = torch.randint(0, 30000, (num_samples, 257), device="cuda")
+        tokens[:, 1::2] = (tokens[:, :-1:2] * 7 + 3) % 30000  # every second token follows from the one before
+        model = model_class(model_class.config_class(use_cache=False, **options)).cuda()
+        inputs, following = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return Job(model=model, inputs={"input_ids": inputs}, targets=following, batch_size=SIZES[name],
+                   loss=lambda out, y: F.cross_entropy(out.logits.flatten(0, 1), y.flatten()))  # fmt: skip
     size = 32 if name in ("resnet18", "resnet18_512") else 224
     images = torch.randn(num_samples, 3, size, size, device="cuda")
     images[:, 0] += (targets.float() / 5 - 1).view(-1, 1, 1)
     return Job(model=classifier(name).cuda(), inputs=images, targets=labels, loss=F.cross_entropy,
-               batch_size=SIZES[name], is_image=True)  # fmt: skip
+               batch_size=SIZES.get(name, SIZE_OF_TIMM), is_image=True)  # fmt: skip
 
 
 def classifier(name: str) -> nn.Module:
     """Returns an image classifier with 10 classes."""
-    if name in ("convnext_tiny", "vit_small"):
+    if name in ("convnext_tiny", "vit_small") or name.startswith(OF_TIMM):
         import timm  # type: ignore[import-not-found]  # optional
 
-        model: nn.Module = timm.create_model({"vit_small": "vit_small_patch16_224"}.get(name, name), num_classes=10)
+        full_name = "vit_small_patch16_224" if name == "vit_small" else name.removeprefix(OF_TIMM)
+        model: nn.Module = timm.create_model(full_name, num_classes=10)
         return model
     if name == "resnet152":
         import torchvision

@@ -11,9 +11,9 @@ of them is killed again and again, as often as a run survives. Parts:
 
     python -m benchmarks.lost_rank --machines 4 --run cifar10-resnet18 --data-dir FOLDER
 
-A cluster of two machines, simulated on this one, trains a task on 4 GPUs (CPUs, without a GPU): one machine has three of
-them. A rank is killed, then the machine with one GPU; then another machine joins. Prints the seconds that each change
-has cost, from the run's log. What follows `--run` are the words of `triaccel run`.
+A cluster of two machines, simulated on this one, trains a task on 4 GPUs (on CPUs, if there is no GPU); one machine has
+three of them. A rank is killed, then the machine with one GPU; then another machine joins. It prints the seconds that
+each change has cost, from the run's log. What follows `--run` are the words of `triaccel run`.
 
 Fails if a run does not survive.
 """
@@ -164,7 +164,7 @@ def kill_a_rank() -> None:
 
 
 def lose_and_gain(num_devices: int, words: list[str], folder: Path) -> None:
-    """Trains on a cluster of two machines, from which a rank and a machine are lost, and prints what each change cost."""
+    """Trains on a cluster of two machines that loses a rank, then a machine, and prints what each change has cost."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     log = folder / "run" / EVENTS

@@ -94,7 +94,7 @@ def trained_with_norms(rank: int, config: ControlConfig, compiles: Any, num_step
     for _ in range(num_steps):
         loop.step()
     found = {
-        "tensors": [tensor.flatten().tolist() for tensor in model.state_dict().values()],
+        "tensors": [tensor.double().flatten().tolist() for tensor in model.state_dict().values()],
         "captured": loop._training.steps.num_captured,
         "decisions": [encode(tick.decision) for tick in ticks],
         "faults": sorted({fault.kind.value for tick in ticks for fault in tick.observation.faults}),
@@ -109,14 +109,12 @@ def test_synchronized_batch_normalization_trains_on_two_gpus_as_on_one(workers: 
     first, second = workers.run(2, trained_with_norms, fixed(12), compiles, 40)
     assert first["tensors"] == second["tensors"]
     assert_close(first["tensors"], alone["tensors"], within=2e-2)  # convolutions compute in TF32
-    print(compiles, first["captured"], first["faults"])
 
 
 def test_synchronized_batch_normalization_runs_with_every_strategy_on(workers: WorkerPool) -> None:
     first, second = workers.run(2, trained_with_norms, replace(CONFIG, max_overhead=1.0), "auto", 100)
     assert first == second
-    assert any("eigenvalues" in str(decision) for decision in first["decisions"]) or first["decisions"]
-    print(first["captured"], first["faults"])
+    assert first["decisions"]
 
 
 @pytest.mark.parametrize("compiles", ["off", "auto"])
