@@ -215,6 +215,7 @@ def test_it_trains_from_captured_steps() -> None:
     stats = [loop.train_epoch() for _ in range(3)]
     assert stats[-1].loss < stats[0].loss
     faults = [fault for tick in ticks for fault in tick.observation.faults]
-    assert [str(fault.detail) for fault in faults] == ["Sequential compiled as a whole: no block of it repeats"]
+    reason = "Sequential compiled as a whole: it does not consist of equal blocks"
+    assert [str(fault.detail) for fault in faults] == [reason]
     assert loop.evaluate(Rows()).metrics["accuracy"] == 100.0
     loop.close()

@@ -264,9 +264,14 @@ class Training:
             return (), "as asked"
         if blocks := repeated_blocks(self.model):
             return blocks, "its blocks repeat"
-        if self._needs_regions and (regions := find_regions(self.model)):
-            return tuple(regions.values()), "what becomes of their activations can be chosen"
-        return (), "no block of it repeats"
+        if self._needs_regions:
+            reason = "what becomes of their activations can be chosen"
+        elif not self.ranks.is_alone:
+            reason = "gradients of some are sent while those of others are computed"
+        else:
+            return (), "it does not consist of equal blocks"
+        regions = find_regions(self.model)
+        return tuple(regions.values()), reason if regions else "it has no blocks of several layers"
 
     @property
     def _needs_regions(self) -> bool:
