@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.any_model import optimizer_of
-from benchmarks.jobs import SIZES, job_of
+from benchmarks.jobs import WITH_TENSORS, job_of
 from benchmarks.processes import has_gpus, parser_of, print_all, run_apart
 from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, PrecisionConfig, use_lean_memory
 
@@ -73,7 +73,7 @@ def repeated(samples: Tensor, number: int) -> Tensor:
 def main() -> int:
     """Prints a line for each run; returns 1 if one failed."""
     parser = parser_of(__doc__)
-    parser.add_argument("--model", default="resnet18", choices=[name for name in SIZES if name != "bert_base"])
+    parser.add_argument("--model", default="resnet18", choices=WITH_TENSORS)
     parser.add_argument("--batches", nargs="+", default=[*MODES, "96", "256", "512"])
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--samples", type=int, default=50_000)

@@ -20,8 +20,9 @@ SIZES = {
     "efficientnet_b0": 96, "gpt_350m": 4, "gpt_350m_16": 16, "resnet152": 64, "gpt2": 16, "llama": 16,
 }  # fmt: skip
 """Model -> batch size."""
-OF_TIMM, SIZE_OF_TIMM = "timm:", 64
-"""What the name of any other model of timm begins with, and its batch size."""
+TIMM_PREFIX = "timm:"
+"""What the name of any other model of timm begins with."""
+TIMM_BATCH_SIZE = 64
 GPTS = {"gpt": (6, 384, 6, 256)} | dict.fromkeys(("gpt_350m", "gpt_350m_16"), (24, 1024, 16, 1024))
 """Model -> blocks, width, heads, tokens."""
 LANGUAGE_MODELS = {
@@ -32,6 +33,8 @@ LANGUAGE_MODELS = {
 """Model -> class and configuration of transformers; 256 tokens."""
 NEEDS = {"convnext_tiny": "timm", "vit_small": "timm", "bert_base": "transformers", "resnet152": "torchvision"}
 NEEDS |= dict.fromkeys(LANGUAGE_MODELS, "transformers")
+WITH_TENSORS = [name for name in SIZES if NEEDS.get(name) != "transformers"]
+"""Models whose inputs are one tensor; those of the others are a mapping."""
 NUM_SAMPLES = {
     "convnext_tiny": 2048, "vit_small": 2048, "efficientnet_b0": 2016, "resnet18": 4128, "gpt_350m": 512,
     "gpt_350m_16": 512, "resnet152": 512,
@@ -54,14 +57,14 @@ class Job:
 
 def installed(names: Sequence[str]) -> list[str]:
     """Returns the models whose packages are installed."""
-    needed = {name: "timm" if name.startswith(OF_TIMM) else NEEDS.get(name) for name in names}
+    needed = {name: "timm" if name.startswith(TIMM_PREFIX) else NEEDS.get(name) for name in names}
     return [name for name, package in needed.items() if package is None or find_spec(package)]
 
 
 def model_name(name: str) -> str:
     """Returns the name of a model if there is a job for it."""
-    if name not in SIZES and not name.startswith(OF_TIMM):
-        raise ArgumentTypeError(f"{name}: must be one of {', '.join(SIZES)}, or {OF_TIMM}NAME")
+    if name not in SIZES and not name.startswith(TIMM_PREFIX):
+        raise ArgumentTypeError(f"{name}: must be one of {', '.join(SIZES)}, or {TIMM_PREFIX}NAME")
     return name
 
 
@@ -104,15 +107,15 @@ def job_of(name: str, seed: int = 0, num_samples: int = 0) -> Job:
     images = torch.randn(num_samples, 3, size, size, device="cuda")
     images[:, 0] += (targets.float() / 5 - 1).view(-1, 1, 1)
     return Job(model=classifier(name).cuda(), inputs=images, targets=labels, loss=F.cross_entropy,
-               batch_size=SIZES.get(name, SIZE_OF_TIMM), is_image=True)  # fmt: skip
+               batch_size=SIZES.get(name, TIMM_BATCH_SIZE), is_image=True)  # fmt: skip
 
 
 def classifier(name: str) -> nn.Module:
     """Returns an image classifier with 10 classes."""
-    if name in ("convnext_tiny", "vit_small") or name.startswith(OF_TIMM):
+    if name in ("convnext_tiny", "vit_small") or name.startswith(TIMM_PREFIX):
         import timm  # type: ignore[import-not-found]  # optional
 
-        full_name = "vit_small_patch16_224" if name == "vit_small" else name.removeprefix(OF_TIMM)
+        full_name = "vit_small_patch16_224" if name == "vit_small" else name.removeprefix(TIMM_PREFIX)
         model: nn.Module = timm.create_model(full_name, num_classes=10)
         return model
     if name == "resnet152":

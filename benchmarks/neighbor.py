@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.any_model import optimizer_of
 from benchmarks.elastic import repeated
-from benchmarks.jobs import SIZES, job_of
+from benchmarks.jobs import WITH_TENSORS, job_of
 from benchmarks.processes import has_gpus, parser_of, print_all, run_apart
 from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, PrecisionConfig, use_lean_memory
 from triaccel_ray.baseline import BaselineLoop
@@ -117,7 +117,7 @@ def beside_neighbor(leave_bytes: int, seed: int, *args: Any) -> dict[str, Any]:
 def main() -> int:
     """Prints a line for each run and a summary for each method; returns 1 if a run of method `loop` died."""
     parser = parser_of(__doc__)
-    parser.add_argument("--model", default="resnet18", choices=[name for name in SIZES if name != "bert_base"])
+    parser.add_argument("--model", default="resnet18", choices=WITH_TENSORS)
     parser.add_argument("--methods", nargs="+", default=["loop", "engine-96", "amp-96", "amp-512"])
     parser.add_argument("--leave", type=int, default=1750, help="MiB that the neighbor leaves")
     parser.add_argument("--start", type=int, default=96, help="first batch size of method `loop`")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import triaccel_ray.control.training
 from tests.build import BF16, FP32, Rerun, RerunPool, blobs, cross_entropy, loop_of, mlp
@@ -128,13 +129,13 @@ def overlapped(rank: int) -> dict[str, Any]:
         reduction = loop._training.steps.step._reduction
         assert reduction is not None
         reduction.buckets = [[index] for index in reversed(range(len(reduction.parameters)))]
-        start = reduction._ranks.start_sum
+        start = reduction.peers.ranks.start_sum
 
         def start_sum(tensors: Sequence[Tensor]) -> Callable[[], None]:
             sent.append("during" if reduction._pass is not None else "after")
             return start(tensors)
 
-        reduction._ranks.start_sum = start_sum  # type: ignore[method-assign]
+        reduction.peers.ranks.start_sum = start_sum  # type: ignore[method-assign]
         for _ in range(3):
             sent.clear()
             loop.step()
@@ -182,6 +183,8 @@ def _summed(rank: int, has_copies: bool, is_whole: bool, *, of_few: bool) -> lis
             own = [gradient_of(p, weights.in_force.get(id(p)), None).float().flatten() for p in parameters]
             found.append(torch.cat(own).tolist())
         gradients.collect(weights.in_force, {})
+        gradients.pack(weights.in_force)
+        gradients.send()
         in_16_bits = of_few and (is_whole or has_copies)
         sent = [tensor.dtype for tensor in gradients.tensors]
         assert sent == (of_parameters if in_16_bits else [torch.float32] * 6)
@@ -227,6 +230,64 @@ def test_tensors_of_any_size_and_layout_are_summed_in_the_dtype_asked_for(worker
     _, stride, values = first[3]
     assert stride == torch.empty(2, 3, 4, 5).contiguous(memory_format=torch.channels_last).stride()
     assert values == [2.0 * each + 1.0 for each in range(120)]
+
+
+def without_room_for_messages(rank: int, num_failures: int) -> dict[str, Any]:
+    """A step after whose pass rank 1 lacks memory for messages, some times; the weights after it, or the error."""
+    pack = reduce.pack
+    failed: list[weakref.ref[Tensor]] = []
+
+    def scarce(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> reduce.Packed:
+        assert not any(message() is not None for message in failed)  # nor holds the retry what has failed
+        packed = pack(tensors, dtypes)
+        if rank == 1 and len(failed) < num_failures:
+            failed.append(weakref.ref(packed.messages[0]))
+            raise torch.OutOfMemoryError("no room for messages")
+        return packed
+
+    model = mlp()
+    loop, ticks = loop_of(model, blobs(24), fixed(12))
+    with patch.object(reduce, "pack", scarce):
+        try:
+            loop.step()
+        except torch.OutOfMemoryError as error:
+            loop.close()
+            return {"error": str(error)}
+    loop.tick()
+    faults = [fault.detail for tick in ticks for fault in tick.observation.faults]
+    found = {"weights": listed(model), "parts": loop._training.steps.step.num_micro_batches, "faults": faults}
+    loop.close()
+    return found
+
+
+def test_all_ranks_retreat_if_one_lacks_memory_for_its_messages(workers: WorkerPool) -> None:
+    (alone,) = workers.run(1, trained, 24, fixed(12), 1)
+    for each in workers.run(2, without_room_for_messages, 1):
+        assert each.get("parts") == 2, each
+        assert ["no room for messages" in fault for fault in each["faults"]] == [True]
+        assert_close(each["weights"], alone["weights"])
+    for each in workers.run(2, without_room_for_messages, 10**9):
+        assert "no room for messages" in each["error"]
+
+
+class Stages(nn.Sequential):
+    """Blocks that grow wider."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in ((8, 16), (16, 32))), nn.Linear(32, 4))
+
+
+def compiled_blocks(rank: int) -> int:
+    """How many blocks of unequal ones are compiled, each for itself."""
+    loop, _ = loop_of(Stages(), blobs(24), fixed(12))
+    blocks, _ = loop._training._blocks_to_compile()
+    loop.close()
+    return len(blocks)
+
+
+def test_several_ranks_compile_unequal_blocks_one_by_one(workers: WorkerPool) -> None:
+    assert workers.run(1, compiled_blocks) == [0]
+    assert workers.run(2, compiled_blocks) == [2, 2]
 
 
 def opened(rank: int) -> dict[str, Any]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ import triaccel_ray.loop
 from tests.build import CONFIG, CountingSource, Limited, blobs, cross_entropy, loop_of, mlp
 from tests.distributed.training import assert_close, fixed, listed, trained
 from tests.distributed.worker_pool import WorkerPool
-from triaccel_ray.apply import offload, reduce
+from triaccel_ray.apply import offload
 from triaccel_ray.apply.agreement import Agreement, NotCapturableError
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import ExecutionConfig
@@ -102,41 +101,6 @@ def test_all_ranks_retreat_in_the_step_in_which_one_runs_out_of_memory(workers: 
         assert (each["passed"], each["largest"]) == (4, 2)
         assert each["loss"] == [pytest.approx(alone["loss"], rel=1e-5), 12]
         assert_close(each["weights"], alone["weights"])
-
-
-def without_room_for_messages(rank: int, num_failures: int) -> dict[str, Any]:
-    """A step after whose pass rank 1 lacks memory for messages, some times; the weights after it, or the error."""
-    pack, failed = reduce.pack, []
-
-    def scarce(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> reduce.Packed:
-        if rank == 1 and len(failed) < num_failures:
-            failed.append(pack(tensors, dtypes))
-            raise torch.OutOfMemoryError("no room for messages")
-        return pack(tensors, dtypes)
-
-    model = mlp()
-    loop, ticks = loop_of(model, blobs(24), fixed(12))
-    with patch.object(reduce, "pack", scarce):
-        try:
-            loop.step()
-        except torch.OutOfMemoryError as error:
-            loop.close()
-            return {"error": str(error)}
-    loop.tick()
-    faults = [fault.detail for tick in ticks for fault in tick.observation.faults]
-    found = {"weights": listed(model), "parts": loop._training.steps.step.num_micro_batches, "faults": faults}
-    loop.close()
-    return found
-
-
-def test_all_ranks_retreat_if_one_lacks_memory_for_its_messages(workers: WorkerPool) -> None:
-    (alone,) = workers.run(1, trained, 24, fixed(12), 1)
-    for each in workers.run(2, without_room_for_messages, 1):
-        assert each["parts"] == 2
-        assert ["no room for messages" in fault for fault in each["faults"]] == [True]
-        assert_close(each["weights"], alone["weights"])
-    for each in workers.run(2, without_room_for_messages, 10**9):
-        assert "no room for messages" in each["error"]
 
 
 def unpinned(rank: int) -> dict[str, Any]:

@@ -85,15 +85,15 @@ def test_images_train_on_two_gpus_as_on_one(workers: WorkerPool) -> None:
 def trained_with_norms(rank: int, config: ControlConfig, compiles: Any, num_steps: int) -> dict[str, Any]:
     """Tensors, decisions and captures of a network whose normalization takes the samples of all ranks."""
     torch.manual_seed(0)
-    torch.backends.cudnn.allow_tf32 = False
     blocks = [nn.Sequential(nn.Conv2d(width, 8, 3), nn.BatchNorm2d(8), nn.ReLU()) for width in (3, 8)]
     model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).cuda()
     if distributed.is_initialized():
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     samples = torch.randn(96, 3, 8, 8), torch.randint(4, (96,))
     loop, ticks = loop_of(model, samples, replace(config, execution=ExecutionConfig(compile=compiles)))
-    for _ in range(num_steps):
-        loop.step()
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        for _ in range(num_steps):
+            loop.step()
     found = {
         "tensors": [tensor.double().flatten().tolist() for tensor in model.state_dict().values()],
         "captured": loop._training.steps.num_captured,

@@ -168,16 +168,12 @@ class StepCache:
         # On any rank, graphs of the curvature measurement included: which steps may be captured again must not differ.
         if self._pool.can_capture and self.step.peers.ranks.any(self._pool.holds_graphs):
             self._pool.release()
-        gradients, weights = self._eager_gradients, self.step.precision.weights
+        gradients = self._eager_gradients
         gradients.begin(publishes=True)
         outcome = self.step.run(
-            indices,
-            loss_scale,
-            step=step,
-            watch=watch,
-            num_samples=key.batch_size,
-            collect=lambda: gradients.collect(weights.in_force, weights.sums),
+            indices, loss_scale, step=step, watch=watch, num_samples=key.batch_size, gradients=gradients
         )
+        gradients.send()
         gradients.publish()
         self._update.run(outcome.loss_sum, key.batch_size, gradients)
         gradients.drop()
@@ -274,7 +270,9 @@ class StepCache:
             batches = self.step.batches(static_indices, key.batch_size) if batch is None else iter(batch.parts)
             with self.step.peers.agreeing():
                 loss_sums.append(self.step.accumulate(batches, key.batch_size, loss_scale, is_captured=True))
-            gradients.collect(weights.in_force, weights.sums)
+                gradients.collect(weights.in_force, weights.sums)
+            gradients.pack(weights.in_force)
+            gradients.send()
             if self._update.is_capturable:
                 self._update.run(loss_sums[0], key.batch_size, gradients)
 

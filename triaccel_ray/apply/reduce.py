@@ -57,7 +57,6 @@ class Reduction:
     ) -> None:
         """Groups `parameters` into buckets; `order` is that of the forward pass, as far as it is known."""
         self.parameters, self.peers, self._dtypes = tuple(parameters), peers, dtypes
-        self._ranks = peers.ranks
         elements = min(BUCKET_ELEMENTS, sum(p.numel() for p in parameters) // _LEAST_BUCKETS)
         self.buckets = buckets_by_arrival(parameters, order, elements=elements, in_first=BUCKET_ELEMENTS // 25)
         """Indices of `parameters` in the order in which they are sent. The first bucket is small, so that the first
@@ -108,39 +107,40 @@ class Reduction:
             for hook in hooks:
                 hook.remove()
 
-    def finish(self, tensors: list[Tensor | None], copies: _Copies) -> list[Tensor | None]:
-        """Returns the sums over ranks; `tensors` are this rank's gradients, None for a parameter without one.
+    def pack_all(self, tensors: list[Tensor | None], copies: _Copies) -> Callable[[], list[Tensor | None]]:
+        """Returns a function that sends what has not been sent, and returns the sums over ranks by parameter.
 
-        As soon as a gradient is sent in another dtype, it is dropped, here and in `.grad`: memory may not hold both.
+        `tensors` are this rank's gradients, None for a parameter without one. A gradient that is sent in another dtype
+        is dropped once it is packed, here and in `.grad`: memory may not hold both.
 
         Raises:
             NotCapturableError: on any rank, gradients have not arrived as expected in a pass that overlaps.
-            torch.OutOfMemoryError, MemoryError: a rank lacks memory for its messages; none has sent any.
+            torch.OutOfMemoryError, MemoryError: on all ranks, if one cannot allocate its messages.
         """
         current, self._pass = self._pass, None
         codes = [self.code_of(index, tensor) for index, tensor in enumerate(tensors)]
         if current is not None:  # what was sent may be dropped already
             codes = [sent or code for sent, code in zip(current.codes, codes, strict=True)]
         is_irregular = self._is_irregular or any(_in_two_places(p, copies.get(id(p))) for p in self.parameters)
-        *agreed, irregular = self._ranks.maximum([*codes, int(is_irregular)])
+        *agreed, irregular = self.peers.ranks.maximum([*codes, int(is_irregular)])
         if current is not None:
             if irregular or agreed != current.expected:
                 self._expected.clear()
                 raise NotCapturableError("gradients have arrived otherwise than in the step before, on some rank")
-            return current.finish()
+            return current.finish
         if self._key is not None and not irregular:
             self._expected[self._key] = agreed
         buckets = [[index for index in bucket if agreed[index]] for bucket in self.buckets]
         with self.peers.agreeing():
             packed = [self.pack(bucket, tensors, agreed, copies) for bucket in buckets]
-        return self.sums(buckets, [each.start_sum(self._ranks) for each in packed])
+        return lambda: self.sums(buckets, [each.start_sum(self.peers.ranks) for each in packed])
 
     def code_of(self, index: int, gradient: Tensor | None) -> int:
         """Returns the code of the dtype in which this parameter's gradient is to be sent; 0 for None."""
         if gradient is None:
             return 0
         sent, of_layer = gradient.dtype, None if self._key is None else self._key[0][index]
-        if self._ranks.world_size > MOST_RANKS_IN_16_BITS:
+        if self.peers.ranks.world_size > MOST_RANKS_IN_16_BITS:
             sent = torch.promote_types(sent, torch.float32)
         elif of_layer is not None and of_layer.itemsize < sent.itemsize:
             sent = of_layer
@@ -149,7 +149,7 @@ class Reduction:
     def pack(
         self, bucket: Sequence[int], tensors: list[Tensor | None], codes: Sequence[int], copies: _Copies
     ) -> Packed:
-        """Returns the gradients of these parameters as they are sent; zeros stand for those that are None."""
+        """Packs the gradients of these parameters, zeros for those that are None; clears their entries in `tensors`."""
         own, dtypes = [], [_DTYPES[codes[index] - 1] for index in bucket]
         for index, dtype in zip(bucket, dtypes, strict=True):
             tensor, parameter = tensors[index], self.parameters[index]
@@ -207,11 +207,12 @@ class _Pass:
 
 
 class SharedGradients(Gradients):
-    """The gradients of the global batch: `collect` sums those of all ranks."""
+    """The gradients of the global batch, after `send`: sums over ranks, in the dtypes of their layers."""
 
     def __init__(self, reduction: Reduction) -> None:
         super().__init__(reduction.parameters)
         self._reduction = reduction
+        self._send: Callable[[], list[Tensor | None]] | None = None
 
     def begin(self, *, publishes: bool) -> None:
         """Drops the tensors of the previous step; `publishes` is False during CUDA graph capture."""
@@ -219,24 +220,32 @@ class SharedGradients(Gradients):
         self._reduction.begin(is_capturing=not publishes)
 
     @torch.no_grad()
-    def collect(self, copies: _Copies, sums: Mapping[int, Tensor]) -> None:
-        """Takes this rank's gradients and sums them over ranks, in the dtypes of their layers.
+    def pack(self, copies: _Copies) -> None:
+        """Packs this rank's gradients (see `Reduction.pack_all`)."""
+        self._send = self._reduction.pack_all(self.tensors, copies)
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Sums the gradients over ranks.
 
         Raises:
-            torch.OutOfMemoryError, MemoryError: on all ranks, if one lacks the memory for it.
+            LostRankError: another rank was lost.
         """
-        with self._reduction.peers.agreeing():
-            own = self.of_this_rank(copies, sums)
-        self.tensors = self._reduction.finish(own, copies)
+        assert self._send is not None
+        self.tensors, self._send = self._send(), None
         self.table.point_to(self.tensors, upload=False)
+
+    def drop(self) -> None:
+        """Drops the tensors and the messages (see `Gradients.drop`)."""
+        super().drop()
+        self._send = None
 
 
 class Packed(NamedTuple):
-    """Tensors as they are sent."""
+    """Messages, and the views of them that become the sums."""
 
     messages: list[Tensor]
     sums: list[Tensor]
-    """For each tensor its values, and later their sum, in memory of one of the messages."""
 
     def start_sum(self, ranks: Ranks) -> Callable[[], list[Tensor]]:
         """Starts to sum over ranks; returns a function that has the current stream wait, and returns the sums."""
@@ -250,7 +259,7 @@ class Packed(NamedTuple):
 
 
 def pack(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> Packed:
-    """Returns dense tensors as they are sent in these dtypes.
+    """Packs dense tensors into messages of these dtypes.
 
     Large tensors are sent alone; those of the wanted dtype become their own sums. Small ones are copied into one
     message for each dtype, and their sums lie there. Ranks may hold other dtypes: what is sent depends on `dtypes`.

@@ -17,11 +17,12 @@ from triaccel_ray.apply.fuse import Fusion
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.reduce import Reduction
 from triaccel_ray.apply.region_recorder import RegionRecorder
-from triaccel_ray.apply.step_in_backward import StepInBackward
+from triaccel_ray.apply.step_in_backward import BucketedGradients, StepInBackward
 from triaccel_ray.cuda.capture_checks import Obstacle, watched
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError, first_line, is_out_of_memory
 from triaccel_ray.cuda.random_states import restoring_random_states
 from triaccel_ray.data.sampler import Sampler
+from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import (
     Loss,
     batch_norms,
@@ -37,7 +38,7 @@ from triaccel_ray.records.signals import RegionSignal
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """The result of one batch, whose gradients are in `.grad`."""
+    """The result of one batch."""
 
     loss_sum: Tensor
     """Sum of the samples' losses, fp64 scalar on the device."""
@@ -148,23 +149,18 @@ class Step:
         self._is_budget_waived = False
 
     def run(
-        self,
-        indices: Tensor,
-        loss_scale: Tensor,
-        *,
-        step: int,
-        watch: bool = False,
-        num_samples: int | None = None,
-        collect: Callable[[], None] = lambda: None,
-    ) -> StepOutcome:
+        self, indices: Tensor, loss_scale: Tensor, *, step: int, watch: bool = False, num_samples: int | None = None,
+        gradients: Gradients | BucketedGradients | None = None,
+    ) -> StepOutcome:  # fmt: skip
         """Returns the loss of the samples at `indices`; leaves their mean gradient times `loss_scale` in `.grad`.
 
         With `watch`, the outcome's `obstacles` are collected. If the samples are this rank's share of `num_samples`,
-        loss and gradient are its addends to those of all ranks. `collect` takes the gradients, and may run out of
-        memory as the pass may.
+        loss and gradient are its addends to those of all ranks. `gradients` collect theirs, and are packed to be sent;
+        then `.grad` may be empty.
 
         Raises:
-            torch.OutOfMemoryError, MemoryError: not even a single sample fits, or two with batch normalization.
+            torch.OutOfMemoryError, MemoryError: not even a single sample fits, or two with batch normalization; or
+                there is no memory to pack their gradients.
         """
         num_samples = len(indices) if num_samples is None else num_samples
         most_parts = max(self.peers.ranks.largest_share(num_samples) // self._least_samples, 1)
@@ -174,14 +170,18 @@ class Step:
         memory_faults: tuple[Fault, ...] = ()  # of the last attempt only
         restores = restoring_buffers(self._modules_with_buffers), restoring_random_states(self.sampler.generator)
         while True:
-            num_parts = self.num_parts(num_samples)
+            num_parts, phase = self.num_parts(num_samples), "forward_backward"
             self.zero_grad()
             try:
                 kind = self.pass_kind(len(indices), num_samples)
                 with self.peers.agreeing(), self.activations.rng.recording_pass(kind):
                     parts = self.batches(indices, num_samples)
                     loss_sum = self.accumulate(parts, num_samples, loss_scale, obstacles if watch else None)
-                collect()
+                    if gradients is not None:
+                        gradients.collect(self.precision.weights.in_force, self.precision.weights.sums)
+                if gradients is not None:
+                    phase = "reduce"
+                    gradients.pack(self.precision.weights.in_force)
                 faults = feature_faults + memory_faults + self._learn(step)
                 return StepOutcome(loss_sum=loss_sum, faults=faults, obstacles=tuple(obstacles))
             except (RuntimeError, MemoryError) as error:
@@ -196,6 +196,8 @@ class Step:
                 detail = first_line(error)
             # Outside the handler: the traceback no longer holds the attempt's tensors.
             self.zero_grad()
+            if gradients is not None:
+                gradients.drop()
             for restore in restores:
                 restore()
             self._memory.release()
@@ -214,14 +216,14 @@ class Step:
                 if num_parts >= min(self.num_micro_batches, most_parts):
                     self.num_micro_batches = min(2 * num_parts, most_parts)
                 self.min_micro_batch_size = 1
-            memory_faults = (self._out_of_memory_fault(detail, num_samples, step),)
+            memory_faults = (self._out_of_memory_fault(detail, num_samples, step, phase),)
 
-    def _out_of_memory_fault(self, detail: str, num_samples: int, step: int) -> Fault:
+    def _out_of_memory_fault(self, detail: str, num_samples: int, step: int, phase: str) -> Fault:
         """Returns the fault of a batch that is retried as the step is set now."""
         return Fault(
             kind=FaultKind.OUT_OF_MEMORY,
             step=step,
-            phase="forward_backward",
+            phase=phase,
             batch_size=num_samples,
             micro_batch_size=-(-num_samples // self.num_parts(num_samples)),
             stores_least=self.activations.stores_least,

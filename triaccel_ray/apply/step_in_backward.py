@@ -49,6 +49,12 @@ class BucketedGradients:
         """Hands over the buckets that did not receive all their gradients."""
         self._stepper.end()
 
+    def pack(self, companions: Mapping[int, Tensor]) -> None:
+        """Does nothing: ranks share no optimizer that steps in the backward pass."""
+
+    def send(self) -> None:
+        """Does nothing likewise."""
+
     def publish(self) -> None:
         """Copies the gradients' addresses to the device, where a captured graph reads them."""
         for bucket in self.buckets:

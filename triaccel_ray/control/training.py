@@ -267,7 +267,7 @@ class Training:
         if self._needs_regions:
             reason = "what becomes of their activations can be chosen"
         elif not self.ranks.is_alone:
-            reason = "gradients of some are sent while those of others are computed"
+            reason = "so that gradients are sent during the backward pass"
         else:
             return (), "it does not consist of equal blocks"
         regions = find_regions(self.model)

@@ -30,12 +30,17 @@ class Gradients:
 
         Each is brought into the memory layout of its parameter. `publish` makes their addresses known to kernels.
         """
-        self.tensors = self.of_this_rank(copies, sums)
+        self.tensors = [gradient_of(p, copies.get(id(p)), sums.get(id(p))) for p in self.parameters]
         self.table.point_to(self.tensors, upload=False)
 
-    def of_this_rank(self, copies: Mapping[int, Tensor], sums: Mapping[int, Tensor]) -> list[Tensor | None]:
-        """Returns the gradients that this process has computed, each in the memory layout of its parameter."""
-        return [gradient_of(p, copies.get(id(p)), sums.get(id(p))) for p in self.parameters]
+    def pack(self, copies: Mapping[int, Tensor]) -> None:
+        """Prepares to send the gradients to other ranks, if there are any; a collective, which may run out of memory.
+
+        It does so on all ranks or on none. Nothing has been sent then, unless during a captured pass.
+        """
+
+    def send(self) -> None:
+        """Replaces the gradients by their sums over ranks, if there are several; a collective."""
 
     def begin(self, *, publishes: bool) -> None:
         """Drops the tensors of the previous step; `publishes` is False during CUDA graph capture."""
