@@ -9,15 +9,16 @@ import torch
 
 from tests.service.own_task import CONTROL, RECIPE, own_spec
 from tests.service.worker_factory import Begin, last_of, records
-from triaccel_ray.config import ControlConfig
+from triaccel_ray.config import ControlConfig, PrecisionConfig
 from triaccel_ray.records.events import Throughput
-from triaccel_ray.records.plan import FaultKind
+from triaccel_ray.records.plan import FaultKind, Precision
 from triaccel_ray.service.runs import batch_tuner
 from triaccel_ray.service.runs.batch_tuner import BatchTuner, lr_at
 
 
 def control(maximum: int = 64, lr_rule: str = "sqrt") -> ControlConfig:
-    return replace(CONTROL, batch=replace(CONTROL.batch, maximum=maximum, lr_rule=lr_rule))
+    precision = PrecisionConfig(enabled=False, initial=Precision.FP32)  # some CPUs have no BF16, which is a fault
+    return replace(CONTROL, batch=replace(CONTROL.batch, maximum=maximum, lr_rule=lr_rule), precision=precision)
 
 
 @pytest.fixture(autouse=True)
