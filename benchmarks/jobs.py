@@ -74,10 +74,8 @@ def job_of(name: str, seed: int = 0, num_samples: int = 0) -> Job:
     num_samples = max(num_samples, NUM_SAMPLES.get(name, 4096))
     if name in GPTS:
         layers, width, heads, context = GPTS[name]
-        text = torch.randint(0, 96, (num_samples, context + 1), device="cuda")
-        text[:, 1::2] = (text[:, :-1:2] * 7 + 3) % 96  # every second token follows from the one before
+        inputs, following = text(num_samples, context, vocabulary=96)
         model = GPT(layers=layers, width=width, heads=heads, context=context).cuda()
-        inputs, following = text[:, :-1].contiguous(), text[:, 1:].contiguous()
         return Job(model=model, inputs=inputs, targets=following, batch_size=SIZES[name],
                    loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()))  # fmt: skip
     targets = torch.randint(0, 10, (num_samples,), device="cuda")
@@ -97,10 +95,8 @@ def job_of(name: str, seed: int = 0, num_samples: int = 0) -> Job:
 
         kind, options = LANGUAGE_MODELS[name]
         model_class = getattr(transformers, kind)
-        tokens = torch.randint(0, 30000, (num_samples, 257), device="cuda")
-        tokens[:, 1::2] = (tokens[:, :-1:2] * 7 + 3) % 30000  # every second token follows from the one before
+        inputs, following = text(num_samples, 256, vocabulary=30000)
         model = model_class(model_class.config_class(use_cache=False, **options)).cuda()
-        inputs, following = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         return Job(model=model, inputs={"input_ids": inputs}, targets=following, batch_size=SIZES[name],
                    loss=lambda out, y: F.cross_entropy(out.logits.flatten(0, 1), y.flatten()))  # fmt: skip
     size = 32 if name in ("resnet18", "resnet18_512") else 224
@@ -108,6 +104,13 @@ def job_of(name: str, seed: int = 0, num_samples: int = 0) -> Job:
     images[:, 0] += (targets.float() / 5 - 1).view(-1, 1, 1)
     return Job(model=classifier(name).cuda(), inputs=images, targets=labels, loss=F.cross_entropy,
                batch_size=SIZES.get(name, TIMM_BATCH_SIZE), is_image=True)  # fmt: skip
+
+
+def text(num_samples: int, num_tokens: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Returns tokens on the GPU and those that follow; every second one is determined by the one before."""
+    tokens = torch.randint(0, vocabulary, (num_samples, num_tokens + 1), device="cuda")
+    tokens[:, 1::2] = (tokens[:, :-1:2] * 7 + 3) % vocabulary
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def classifier(name: str) -> nn.Module:

@@ -34,9 +34,9 @@ class Gradients:
         self.table.point_to(self.tensors, upload=False)
 
     def pack(self, copies: Mapping[int, Tensor]) -> None:
-        """Prepares to send the gradients to other ranks, if there are any; a collective, which may run out of memory.
+        """Prepares to send the gradients to other ranks, if there are any; a collective.
 
-        It does so on all ranks or on none. Nothing has been sent then, unless during a captured pass.
+        Either all ranks run out of memory here, or none does. An eager pass has sent nothing then.
         """
 
     def send(self) -> None:
