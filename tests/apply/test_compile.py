@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.apply.captured import faults_of, fixed, loop_of
 from tests.build import BF16, FP32, Wired
-from triaccel_ray.apply.compile import Compilation, is_compiled, share_kernel_cache
+from triaccel_ray.apply.compile import Compilation, is_compiled, loss_in_fp32, share_kernel_cache
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.weights import ComputeCopies, Weights
 from triaccel_ray.model.layers import find_layers
@@ -251,3 +252,60 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.Monke
     (text,) = [each for each in told(ticks) if "failed" in each]
     assert text.startswith("compiled: torch.compile failed, the model runs as it is: ")
     assert "no code today" in text
+
+
+def many_outputs(targets: torch.Tensor, compilation: Compilation | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Gradient of the mean loss of BF16 outputs, and the tensors as large that were saved for it."""
+    torch.manual_seed(0)
+    outputs = torch.randn(*targets.shape, 50, dtype=torch.bfloat16, requires_grad=True)
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == outputs.numel():
+            saved.append(tensor)
+        return tensor
+
+    def loss(out: Any, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out["logits"].flatten(0, 1), y.flatten())
+
+    compute = loss_in_fp32 if compilation is None else compilation.loss
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        value = compute(loss, {"logits": outputs * 2}, targets)
+    value.backward()
+    assert value.dtype is torch.float32
+    assert outputs.grad is not None
+    return outputs.grad, saved
+
+
+def test_a_compiled_loss_is_computed_in_fp32_and_stores_no_fp32_copy_of_the_outputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("triaccel_ray.apply.compile._MANY_OUTPUTS", 1000)
+    compilation = Compilation(nn.Linear(2, 2))
+    for batch_size in (8, 12):
+        targets = torch.randint(0, 50, (batch_size, 16))
+        expected, widened = many_outputs(targets, None)
+        found, saved = many_outputs(targets, compilation)
+        torch.testing.assert_close(found, expected, rtol=0.01, atol=1e-6)
+        assert torch.float32 in {tensor.dtype for tensor in widened}
+        assert {tensor.dtype for tensor in saved} == {torch.bfloat16}
+    assert not compilation.take_faults(step=1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PyTorch, while it compiles
+def test_a_loss_that_cannot_be_compiled_runs_as_it_is_beside_a_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        if any(node.target is F.cross_entropy for node in graph.graph.nodes):
+            raise RuntimeError("no code today")
+        return graph.forward
+
+    monkeypatch.setattr("triaccel_ray.apply.compile._MANY_OUTPUTS", 1)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    loop, ticks = tower_loop("on", device="cpu", level=FP32)
+    stats = loop.train_epoch()
+    assert stats.num_steps == 10
+    (text,) = [each for each in told(ticks) if "failed" in each]
+    assert text.startswith("compiled: torch.compile failed, the loss runs as it is: ")
+    assert "no code today" in text
+    assert loop._training.steps.step.compilation is not None
+    loop.close()

@@ -1,4 +1,4 @@
-"""Compiles a model with `torch.compile`: its repeated blocks once, or the model as a whole."""
+"""Compiles a model with `torch.compile`, as a whole or its repeated blocks once, and a loss of many outputs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from triaccel_ray.model.pytree import tensors_in
+from triaccel_ray.cuda.out_of_memory import is_out_of_memory
+from triaccel_ray.model.layers import Loss
+from triaccel_ray.model.pytree import cast_floating, tensors_in
+from triaccel_ray.records.plan import Fault, FaultKind
 
 _RECOMPILE_LIMIT = 64
 """Variants of one block, for precisions of its layers and for shapes, before PyTorch stops compiling it."""
+_MANY_OUTPUTS = 2**24
+"""Floating-point numbers in a model's outputs from which on the loss is compiled: each FP32 copy takes 64 MiB."""
 
 
 class Compilation:
@@ -25,6 +30,9 @@ class Compilation:
     compiled as a whole, with a dynamic batch dimension if `batch_varies`. Code is generated at the first step, and
     cached on disk by Inductor. With `spares_memory`, it times kernels without clearing the L2 cache, which would take a
     buffer of its size.
+
+    A loss of many outputs, such as a language model's, is compiled together with their casts to FP32, so that no FP32
+    copy of them is stored.
     """
 
     def __init__(
@@ -44,6 +52,8 @@ class Compilation:
         self._compiled = [*self.blocks, *_norms_and_embeddings_outside(model, self.blocks)] if self.blocks else []
         for module in self._compiled:
             module.compile(dynamic=True)
+        self._loss: Any = torch.compile(loss_in_fp32)
+        self._loss_failure = ""
 
     def __str__(self) -> str:
         if self.blocks:
@@ -59,12 +69,36 @@ class Compilation:
         """Returns the module to call with these inputs in place of the model."""
         if self._whole is None:
             return self.model
-        if self._batch_varies:
-            for tensor in tensors_in(inputs):
-                if tensor.dim() and len(tensor) > 1:
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        self._mark_batch(inputs)
         module: nn.Module = self._whole
         return module
+
+    def loss(self, loss: Loss, outputs: Any, targets: Any) -> Tensor:
+        """Returns `loss_in_fp32`; runs it uncompiled if there are few outputs, or if compiling it fails."""
+        numbers = sum(tensor.numel() for tensor in tensors_in(outputs) if tensor.is_floating_point())
+        if numbers < _MANY_OUTPUTS or self._loss is None:
+            return loss_in_fp32(loss, outputs, targets)
+        self._mark_batch([outputs, targets])
+        try:
+            compiled: Tensor = self._loss(loss, outputs, targets)
+            return compiled
+        except Exception as error:
+            if not is_compile_error(error) or is_out_of_memory(error):
+                raise
+            self._loss, self._loss_failure = None, first_paragraph(error)
+        return loss_in_fp32(loss, outputs, targets)
+
+    def take_faults(self, step: int) -> tuple[Fault, ...]:
+        """Returns a fault, once, if the loss cannot be compiled."""
+        reason, self._loss_failure = self._loss_failure, ""
+        text = f"torch.compile failed, the loss runs as it is: {reason}"
+        return (Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text),) if reason else ()
+
+    def _mark_batch(self, value: Any) -> None:
+        if self._batch_varies:
+            for tensor in tensors_in(value):
+                if tensor.dim() and len(tensor) > 1:
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
@@ -83,6 +117,11 @@ class Compilation:
         for module in self._compiled:
             module._compiled_call_impl = None  # PyTorch has no inverse of `Module.compile`
         self.blocks, self._compiled, self._whole = (), [], None
+
+
+def loss_in_fp32(loss: Loss, outputs: Any, targets: Any) -> Tensor:
+    """Returns the loss of outputs in any precision, computed in FP32."""
+    return loss(cast_floating(outputs, torch.float32), targets)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.apply.activations import Activations
 from triaccel_ray.apply.agreement import Agreement, PeerCompileError
-from triaccel_ray.apply.compile import Compilation, first_paragraph, is_compile_error, is_compiled
+from triaccel_ray.apply.compile import Compilation, first_paragraph, is_compile_error, is_compiled, loss_in_fp32
 from triaccel_ray.apply.fuse import Fusion
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.reduce import Reduction
@@ -31,7 +31,6 @@ from triaccel_ray.model.layers import (
     trained_modules,
     uses_batch_statistics,
 )
-from triaccel_ray.model.pytree import cast_floating
 from triaccel_ray.records.plan import Fault, FaultKind
 from triaccel_ray.records.signals import RegionSignal
 
@@ -231,10 +230,11 @@ class Step:
         )
 
     def _learn(self, step: int) -> tuple[Fault, ...]:
-        """Keeps what the last pass has recorded of the regions; returns a fault if some can no longer be offloaded."""
+        """Keeps what the last pass has recorded of the regions; returns faults of what it could not do."""
         if self.recorder is not None:
             self.activations.learn(self.recorder)
-        return self.activations.exclude_unpinned(step, self.peers.ranks)
+        faults = () if self.compilation is None else self.compilation.take_faults(step)
+        return faults + self.activations.exclude_unpinned(step, self.peers.ranks)
 
     def _disable_failed_feature(self, error: BaseException, step: int) -> tuple[Fault, ...]:
         """Turns off the optional feature (recomputation or compilation) that raised `error`; returns faults, if any."""
@@ -281,9 +281,10 @@ class Step:
                 around.enter_context(self._compiling())
                 around.enter_context(self.activations.in_force(module, self._recomputing, recorder))
                 with self.precision.in_force():
-                    outputs = cast_floating(forward(module, inputs), torch.float32)
+                    outputs = forward(module, inputs)
                 with torch.autocast(device.type, enabled=False):
-                    loss = self._loss(outputs, targets)
+                    compute = loss_in_fp32 if self.compilation is None else self.compilation.loss
+                    loss = compute(self._loss, outputs, targets)
                 self._require_memory()
                 if self.stepper is not None:
                     is_last = num_passed + count == num_samples
