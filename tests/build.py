@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.apply.precision import LayerPrecision
-from triaccel_ray.apply.step import MemoryBudget, Step
+from triaccel_ray.apply.step import Step
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.cuda.graphs import Graph, GraphPool
+from triaccel_ray.cuda.out_of_memory import MemoryBudget
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import TensorSource, as_source
 from triaccel_ray.loop import ControlLoop

@@ -101,6 +101,24 @@ def test_equal_blocks_share_compiled_code_and_a_plan_adds_only_its_variants(has_
     torch.testing.assert_close(outputs.float(), exact, rtol=0.1, atol=0.1)
 
 
+def test_of_unequal_blocks_only_the_batch_dimension_is_dynamic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of equal shapes share code; maps of other sizes get code of their own, a new batch size does not."""
+    seen: Graphs = []
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=recorded_by(seen)))
+    model = nn.Sequential(Block(4), nn.Linear(4, 6), Block(6), Block(6))
+    compilation = Compilation(model, [model[0], model[2], model[3]], are_equal=False)
+    for size in (3, 5, 7):
+        with compilation.in_force():
+            compilation.forward_of(None)(torch.ones(size, 10, 4, requires_grad=True)).sum().backward()
+    assert len(seen) == 2
+    for graph, width in zip(seen, (4, 6), strict=True):
+        entered = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+        (maps,) = [each.shape for each in entered if isinstance(each, torch.Tensor) and each.dim() == 3]
+        assert (type(maps[0]), *maps[1:]) == (torch.SymInt, 10, width)
+    compilation.remove()
+    assert not is_compiled(model)
+
+
 class Checkpointed(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)

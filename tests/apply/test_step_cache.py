@@ -1,5 +1,6 @@
 """What the cache of captured steps decides, on the CPU: a pool runs what a GPU would capture."""
 
+import functools
 import gc
 from contextlib import nullcontext
 from typing import Any
@@ -178,6 +179,27 @@ def test_a_model_whose_blocks_cannot_be_captured_is_compiled_as_a_whole() -> Non
     assert [(fault.kind, fault.step) for fault in faults] == [(FaultKind.COMPILED, 2)]
     assert faults[0].detail.endswith("not permitted")
     assert len(compiled) == cache.num_captured == 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PyTorch, while it compiles
+def test_a_model_whose_blocks_cannot_be_compiled_is_compiled_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        if len(list(graph.parameters())) + len(graph.graph.find_nodes(op="placeholder")) < 5:
+            raise RuntimeError("no code for a part")
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    model = mlp()
+    cache, _, _ = cache_with(model=model)
+    cache.step.compilation = compilation = Compilation(model, [model[0], model[2]])
+    faults = [fault for step in range(4) for fault in cache.run(ALL, ONE, step=step)]
+    assert [(fault.kind, fault.step) for fault in faults] == [(FaultKind.COMPILED, 0)]
+    assert faults[0].detail.startswith("torch.compile failed, the model is compiled as a whole: ")
+    assert "no code for a part" in faults[0].detail
+    assert str(compilation) == "Sequential compiled as a whole"
+    assert cache.step.compilation is compilation
+    assert cache.num_captured == 1
+    torch._dynamo.reset()
 
 
 def test_a_capture_that_fails_otherwise_is_the_last() -> None:

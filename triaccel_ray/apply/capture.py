@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from triaccel_ray.apply.activations import Activations
 from triaccel_ray.apply.agreement import NotCapturableError
 from triaccel_ray.apply.compile import first_paragraph, is_compile_error
 from triaccel_ray.apply.region_recorder import RegionRecorder
@@ -196,6 +195,8 @@ class StepCache:
             self.step.zero_grad()
         if any(fault.kind is FaultKind.OUT_OF_MEMORY for fault in outcome.faults):
             return outcome.faults  # the attempt that succeeded was a step of another kind
+        if any(fault.kind is FaultKind.COMPILED for fault in outcome.faults):
+            self._is_ready.clear()  # what runs from now on is not compiled yet
         self._is_ready[key] = not compiles
         if compiles:
             return outcome.faults
@@ -213,8 +214,7 @@ class StepCache:
         """Compiles the whole model in place of its blocks if that may help, or has steps run eagerly from now on."""
         compilation = self.step.compilation
         if may_compile and not key.storage and compilation is not None and compilation.blocks:
-            compilation.compile_whole()  # compiled code between the blocks may avoid the obstacles
-            self.step.activations = Activations({}, self._generator.device)  # the whole has no regions
+            self.step.compile_whole()  # compiled code between the blocks may avoid the obstacles
             self._is_ready.clear()
             return Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=f"{compilation}: {why}")
         self.enabled = False

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from triaccel_ray.model.layers import Loss
 from triaccel_ray.model.pytree import cast_floating, tensors_in
 from triaccel_ray.records.plan import Fault, FaultKind
 
-_RECOMPILE_LIMIT = 64
-"""Variants of one block, for precisions of its layers and for shapes, before PyTorch stops compiling it."""
+_RECOMPILE_LIMIT = 256
+"""Variants of all blocks, for precisions of their layers and for shapes, before PyTorch stops compiling them."""
 _MANY_OUTPUTS = 2**24
 """Floating-point numbers in a model's outputs from which on the loss is compiled: each FP32 copy takes 64 MiB."""
 
@@ -25,11 +26,13 @@ _MANY_OUTPUTS = 2**24
 class Compilation:
     """Compiles a model's training passes with Inductor; evaluation and curvature run it uncompiled.
 
-    With `blocks`, each block and each norm and embedding outside them is compiled by `torch.nn.Module.compile` with
-    dynamic shapes: equal blocks share their code, and a new batch size needs no recompilation. Without, the model is
-    compiled as a whole, with a dynamic batch dimension if `batch_varies`. Code is generated at the first step, and
-    cached on disk by Inductor. With `spares_memory`, it times kernels without clearing the L2 cache, which would take a
-    buffer of its size.
+    With `blocks`, each block and each norm and embedding outside them is compiled by `torch.nn.Module.compile`: equal
+    blocks share their code, and a new batch size needs no recompilation. If the blocks `are_equal`, all dimensions are
+    dynamic, and they share code for any length of text. If not, only the batch dimension is, and only if
+    `batch_varies`: with dynamic maps, tracing a Swin-T took PyTorch over 200 s in place of 50, and a PVT failed.
+    Without blocks, the model is compiled as a whole, with a dynamic batch dimension if `batch_varies`. Code is
+    generated at the first step, and cached on disk by Inductor. With `spares_memory`, it times kernels without clearing
+    the L2 cache, which would take a buffer of its size.
 
     A loss of many outputs, such as a language model's, is compiled together with their casts to FP32, so that no FP32
     copy of them is stored.
@@ -40,6 +43,7 @@ class Compilation:
         model: nn.Module,
         blocks: Sequence[nn.Module] = (),
         *,
+        are_equal: bool = True,
         batch_varies: bool = True,
         spares_memory: bool = False,
     ) -> None:
@@ -50,8 +54,12 @@ class Compilation:
         """The blocks compiled one by one; empty if the model is compiled as a whole."""
         self._whole: Any = None if blocks else torch.compile(model)
         self._compiled = [*self.blocks, *_norms_and_embeddings_outside(model, self.blocks)] if self.blocks else []
+        self._are_equal = are_equal
         for module in self._compiled:
-            module.compile(dynamic=True)
+            module.compile(dynamic=True if are_equal else None)
+            if not are_equal:
+                # Private: a hook, the public way to see a module's inputs, would be compiled, too.
+                module._compiled_call_impl = partial(self._with_dynamic_batch, module._compiled_call_impl)
         self._loss: Any = torch.compile(loss_in_fp32)
         self._loss_failure = ""
 
@@ -94,6 +102,10 @@ class Compilation:
         text = f"torch.compile failed, the loss runs as it is: {reason}"
         return (Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text),) if reason else ()
 
+    def _with_dynamic_batch(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._mark_batch([args, kwargs])
+        return call(*args, **kwargs)
+
     def _mark_batch(self, value: Any) -> None:
         if self._batch_varies:
             for tensor in tensors_in(value):
@@ -107,7 +119,10 @@ class Compilation:
         A checkpoint in the model's own code is compiled, too: what `showing` does within one need not be done again.
         """
         patched = torch._dynamo.config.patch(
-            recompile_limit=_RECOMPILE_LIMIT, skip_fwd_side_effects_in_bwd_under_checkpoint=True
+            recompile_limit=_RECOMPILE_LIMIT,
+            skip_fwd_side_effects_in_bwd_under_checkpoint=True,
+            # Else the maps of one block, which another's differ from, would become dynamic.
+            automatic_dynamic_shapes=self._are_equal or not self.blocks,
         )
         with patched, _timing_without_l2_flush() if self._spares_memory else contextlib.nullcontext():
             yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from triaccel_ray.apply.reduce import Reduction
 from triaccel_ray.apply.region_recorder import RegionRecorder
 from triaccel_ray.apply.step_in_backward import BucketedGradients, StepInBackward
 from triaccel_ray.cuda.capture_checks import Obstacle, watched
-from triaccel_ray.cuda.out_of_memory import BudgetExceededError, first_line, is_out_of_memory
+from triaccel_ray.cuda.out_of_memory import BudgetExceededError, MemoryBudget, first_line, is_out_of_memory
 from triaccel_ray.cuda.random_states import restoring_random_states
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.model.gradients import Gradients
@@ -44,18 +44,6 @@ class StepOutcome:
     faults: tuple[Fault, ...] = ()
     obstacles: tuple[Obstacle, ...] = ()
     """What a captured graph of the pass may not repeat; collected only by `run(watch=True)`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryBudget:
-    """How a step finds out that memory is short, and makes room."""
-
-    check: Callable[[], None]
-    """Raises `BudgetExceededError` if the process exceeds its memory budget."""
-    release: Callable[[], None]
-    """Frees memory that can be allocated again, such as captured steps."""
-    is_exceeded_at_rest: Callable[[], bool] = lambda: False
-    """Returns whether the process exceeds the budget without a batch in flight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,10 +231,20 @@ class Step:
         is_compiling = is_compile_error(error) or isinstance(error, PeerCompileError)
         if self.compilation is None or not is_compiling or is_out_of_memory(error):
             return ()
-        self.compilation.remove()
-        self.compilation = None
-        text = f"torch.compile failed, the model runs as it is: {first_paragraph(error)}"
+        if self.compilation.blocks and not self.activations.storage:
+            self.compile_whole()
+            consequence = "the model is compiled as a whole"
+        else:
+            self.compilation.remove()
+            self.compilation, consequence = None, "the model runs as it is"
+        text = f"torch.compile failed, {consequence}: {first_paragraph(error)}"
         return (Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text),)
+
+    def compile_whole(self) -> None:
+        """Compiles the model as a whole in place of its blocks; then it has no regions."""
+        if self.compilation is not None:
+            self.compilation.compile_whole()
+        self.activations = Activations({}, self.sampler.generator.device)
 
     def accumulate(
         self,

@@ -23,7 +23,7 @@ from triaccel_ray.apply.precision import LayerPrecision, precisions_without_bene
 from triaccel_ray.apply.reduce import Reduction, SharedGradients
 from triaccel_ray.apply.running_statistics import RunningStatistics
 from triaccel_ray.apply.split_weights import SplitWeights
-from triaccel_ray.apply.step import MemoryBudget, Step, StepOptions
+from triaccel_ray.apply.step import Step, StepOptions
 from triaccel_ray.apply.step_in_backward import StepInBackward, buckets_of
 from triaccel_ray.apply.weights import ComputeCopies, Weights, parameters_of_one
 from triaccel_ray.config import ControlConfig, check_field, require
@@ -31,6 +31,7 @@ from triaccel_ray.control.consensus import joined_ranks
 from triaccel_ray.control.update import TrainingUpdate
 from triaccel_ray.control.weight_form import CheckedTask, parameter_signal
 from triaccel_ray.cuda.graphs import GraphPool
+from triaccel_ray.cuda.out_of_memory import MemoryBudget
 from triaccel_ray.cuda.stream_pool import PooledStream
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import TensorSource, as_source, delivered
@@ -253,7 +254,11 @@ class Training:
             return None
         blocks, reason = self._blocks_to_compile()
         compilation = Compilation(
-            self.model, blocks, batch_varies=self._config.batch.enabled, spares_memory=self.memory.has_budget
+            self.model,
+            blocks,
+            are_equal=blocks == repeated_blocks(self.model),
+            batch_varies=self._config.batch.enabled,
+            spares_memory=self.memory.has_budget,
         )
         self._note(FaultKind.COMPILED, "compile", f"{compilation}: {reason}")
         return compilation

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
 
@@ -29,3 +32,15 @@ def first_line(error: BaseException) -> str:
     """
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return line.partition(" If reserved but unallocated memory is large")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBudget:
+    """How a step finds out that memory is short, and makes room."""
+
+    check: Callable[[], None]
+    """Raises `BudgetExceededError` if the process exceeds its memory budget."""
+    release: Callable[[], None]
+    """Frees memory that can be allocated again, such as captured steps."""
+    is_exceeded_at_rest: Callable[[], bool] = lambda: False
+    """Returns whether the process exceeds the budget without a batch in flight."""
