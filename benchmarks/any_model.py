@@ -1,8 +1,8 @@
 """`python -m benchmarks.any_model` compares the control loop with PyTorch's fastest setups on models not tuned for.
 
     amp              autocast to BF16 as in PyTorch's tutorial, eager, with a fused optimizer
-    reduce-overhead  the same compiled with `torch.compile(mode="reduce-overhead")`, images in channels_last
-    graph            the whole step, compiled, in one CUDA graph captured by hand: passes, gradients, optimizer
+    reduce-overhead  the same compiled with `torch.compile(mode="reduce-overhead")`, the loss too; images channels_last
+    graph            model and loss compiled, the whole step in one CUDA graph captured by hand, with the optimizer
     loop             `ControlLoop` with its defaults at this batch size: a tick every 50 steps, curvature every 200
     bare             loop, without ticks, curvature and changes of precision
     checkpointed     bare, with activations="recompute"
@@ -81,17 +81,21 @@ def peer(job: Job, method: str) -> tuple[Step, Callable[[], Tensor]]:
     if method != "amp" and job.is_image:
         model.to(memory_format=torch.channels_last)
     mode = "reduce-overhead" if method == "reduce-overhead" else None
-    forward = model if method == "amp" else torch.compile(model, mode=mode, dynamic=False)
+
+    def loss_at(inputs: Any, targets: Tensor) -> Tensor:
+        return loss_of(job, model, inputs, targets)
+
+    compute = loss_at if method == "amp" else torch.compile(loss_at, mode=mode, dynamic=False)
     drawn = batches(job)
     if method == "graph":
-        return _graphed(job, forward, optimizer, drawn)
+        return _graphed(job, compute, optimizer, drawn)
     last: list[Tensor] = []
 
     def step() -> None:
         inputs, targets = next(drawn)
         if job.is_image and method != "amp":
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        loss = loss_of(job, forward, inputs, targets)
+        loss = compute(inputs, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -101,7 +105,10 @@ def peer(job: Job, method: str) -> tuple[Step, Callable[[], Tensor]]:
 
 
 def _graphed(
-    job: Job, forward: Any, optimizer: torch.optim.Optimizer, drawn: Iterator[tuple[Any, Tensor]]
+    job: Job,
+    compute: Callable[[Any, Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    drawn: Iterator[tuple[Any, Tensor]],
 ) -> tuple[Step, Callable[[], Tensor]]:
     stream = torch.cuda.Stream()
     before = copy.deepcopy(job.model.state_dict())
@@ -110,7 +117,7 @@ def _graphed(
         inputs = inputs.contiguous(memory_format=torch.channels_last)
 
     def work() -> Tensor:
-        loss = loss_of(job, forward, inputs, targets)
+        loss = compute(inputs, targets)
         loss.backward()
         optimizer.step()
         return loss.detach()

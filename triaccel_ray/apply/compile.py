@@ -56,10 +56,11 @@ class Compilation:
         self._compiled = [*self.blocks, *_norms_and_embeddings_outside(model, self.blocks)] if self.blocks else []
         self._are_equal = are_equal
         for module in self._compiled:
-            module.compile(dynamic=True if are_equal else None)
-            if not are_equal:
+            if are_equal:
+                module.compile(dynamic=True)
+            else:
                 # Private: a hook, the public way to see a module's inputs, would be compiled, too.
-                module._compiled_call_impl = partial(self._with_dynamic_batch, module._compiled_call_impl)
+                module._compiled_call_impl = partial(self._with_dynamic_batch, torch.compile(module._call_impl))
         self._loss: Any = torch.compile(loss_in_fp32)
         self._loss_failure = ""
 
