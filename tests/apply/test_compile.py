@@ -102,21 +102,38 @@ def test_equal_blocks_share_compiled_code_and_a_plan_adds_only_its_variants(has_
 
 
 def test_of_unequal_blocks_only_the_batch_dimension_is_dynamic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of equal shapes share code; maps of other sizes get code of their own, a new batch size does not."""
+    """Blocks of equal shapes share code. Maps of other sizes get code of their own, a new batch size does not."""
     seen: Graphs = []
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=recorded_by(seen)))
-    model = nn.Sequential(Block(4), nn.Linear(4, 6), Block(6), Block(6))
+    model = nn.Sequential(Block(4), Wired(lambda self, x: x[:, ::2].contiguous()), Block(4), Block(4))
     compilation = Compilation(model, [model[0], model[2], model[3]], are_equal=False)
     for size in (3, 5, 7):
         with compilation.in_force():
             compilation.forward_of(None)(torch.ones(size, 10, 4, requires_grad=True)).sum().backward()
     assert len(seen) == 2
-    for graph, width in zip(seen, (4, 6), strict=True):
+    for graph, length in zip(seen, (10, 5), strict=True):
         entered = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
-        (maps,) = [each.shape for each in entered if isinstance(each, torch.Tensor) and each.dim() == 3]
-        assert (type(maps[0]), *maps[1:]) == (torch.SymInt, 10, width)
+        maps = [each.shape for each in entered if isinstance(each, torch.Tensor) and each.dim() == 3]
+        assert {type(shape[0]) for shape in maps} == {torch.SymInt}
+        assert {type(size) for shape in maps for size in shape[1:]} == {int}
+        assert {shape[1] for shape in maps} == {length}
     compilation.remove()
     assert not is_compiled(model)
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_sizes_that_vary_become_dynamic_at_the_second(dimension: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: Graphs = []
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=recorded_by(seen)))
+    model = nn.Sequential(Block(4), Block(4))
+    compilation = Compilation(model, list(model), are_equal=False, batch_varies=False)
+    for size in (12, 9, 7, 5):
+        shape = [12, 12, 4]
+        shape[dimension] = size
+        with compilation.in_force():
+            compilation.forward_of(None)(torch.ones(shape, requires_grad=True)).sum().backward()
+    assert len(seen) == 2  # with constant sizes, then with a dynamic one
+    compilation.remove()
 
 
 class Checkpointed(Block):
@@ -195,12 +212,12 @@ class Tower(nn.Module):
         return self.head(y)
 
 
-def tower_loop(compile_: str, *, waits: str = "", device: str = "cuda", level: Precision = BF16) -> Any:
+def tower_loop(compile_: str, *, waits: str = "", device: str = "cuda", level: Precision = BF16, **options: Any) -> Any:
     torch.manual_seed(0)
     generator, ticks = torch.Generator().manual_seed(0), list[Any]()
     inputs, targets = torch.randn(640, 8, generator=generator), torch.randint(0, 10, (640,), generator=generator)
     data, config = (inputs.to(device), targets.to(device)), fixed(level, compile=compile_)
-    return loop_of(Tower(waits=waits).to(device), config, data=data, on_tick=ticks.append), ticks
+    return loop_of(Tower(waits=waits).to(device), config, data=data, on_tick=ticks.append, **options), ticks
 
 
 def told(ticks: list[Any]) -> list[str]:
@@ -272,8 +289,10 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.Monke
     assert "no code today" in text
 
 
-def many_outputs(targets: torch.Tensor, compilation: Compilation | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Gradient of the mean loss of BF16 outputs, and the tensors as large that were saved for it."""
+def gradient_and_saved(
+    targets: torch.Tensor, compilation: Compilation | None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Gradient of the mean loss of BF16 outputs, and the saved tensors of the outputs' size."""
     torch.manual_seed(0)
     outputs = torch.randn(*targets.shape, 50, dtype=torch.bfloat16, requires_grad=True)
     saved: list[torch.Tensor] = []
@@ -298,32 +317,56 @@ def many_outputs(targets: torch.Tensor, compilation: Compilation | None) -> tupl
 def test_a_compiled_loss_is_computed_in_fp32_and_stores_no_fp32_copy_of_the_outputs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("triaccel_ray.apply.compile._MANY_OUTPUTS", 1000)
-    compilation = Compilation(nn.Linear(2, 2))
-    for batch_size in (8, 12):
+    monkeypatch.setattr("triaccel_ray.apply.compile._MIN_OUTPUTS", 1000)
+    compilation, counts = Compilation(nn.Linear(2, 2)), []
+    for batch_size in (8, 12, 20):
         targets = torch.randint(0, 50, (batch_size, 16))
-        expected, widened = many_outputs(targets, None)
-        found, saved = many_outputs(targets, compilation)
+        expected, widened = gradient_and_saved(targets, None)
+        found, saved = gradient_and_saved(targets, compilation)
         torch.testing.assert_close(found, expected, rtol=0.01, atol=1e-6)
         assert torch.float32 in {tensor.dtype for tensor in widened}
         assert {tensor.dtype for tensor in saved} == {torch.bfloat16}
-    assert not compilation.take_faults(step=1)
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counts[0] == counts[-1]  # of any batch size
+    assert compilation.compiles_loss
+
+
+class Annealed(nn.Module):
+    """A loss whose weight depends on the number of steps, which compiled code takes for a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_steps = 0
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.num_steps += 1
+        return F.cross_entropy(outputs, targets) * min(1.0, self.num_steps / 1000)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of PyTorch, while it compiles
-def test_a_loss_that_cannot_be_compiled_runs_as_it_is_beside_a_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("of_each_step", "limit"), [(False, 16), (True, 3)])
+def test_a_loss_that_cannot_be_compiled_runs_as_it_is_beside_a_compiled_model(
+    of_each_step: bool, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend refuses it, or each step would need code of its own."""
+
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        if any(node.target is F.cross_entropy for node in graph.graph.nodes):
+        if not of_each_step and any(node.target is F.cross_entropy for node in graph.graph.nodes):
             raise RuntimeError("no code today")
         return graph.forward
 
-    monkeypatch.setattr("triaccel_ray.apply.compile._MANY_OUTPUTS", 1)
+    torch._dynamo.reset()
+    monkeypatch.setattr("triaccel_ray.apply.compile._MIN_OUTPUTS", 1)
+    monkeypatch.setattr("triaccel_ray.apply.compile._LOSS_RECOMPILE_LIMIT", limit)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    loop, ticks = tower_loop("on", device="cpu", level=FP32)
+    loop, ticks = tower_loop("on", device="cpu", level=FP32, loss=Annealed() if of_each_step else F.cross_entropy)
     stats = loop.train_epoch()
     assert stats.num_steps == 10
     (text,) = [each for each in told(ticks) if "failed" in each]
     assert text.startswith("compiled: torch.compile failed, the loss runs as it is: ")
-    assert "no code today" in text
-    assert loop._training.steps.step.compilation is not None
+    assert ("too many variants" if of_each_step else "no code today") in text
+    compilation = loop._training.steps.step.compilation
+    assert compilation is not None
+    assert not compilation.compiles_loss
     loop.close()
+    torch._dynamo.reset()

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers.utils import import_utils
 
 from tests.apply.fusible import Block, fused
-from tests.build import ONE, NoUpdate, RerunPool, Wired, blobs, cache_of, cross_entropy, mlp, step_of
+from tests.build import CPU, ONE, NoUpdate, RerunPool, Wired, blobs, cache_of, cross_entropy, mlp, step_of
+from triaccel_ray.apply.activations import Activations
 from triaccel_ray.apply.capture import MAX_GRAPHS, StepCache
 from triaccel_ray.apply.compile import Compilation
 from triaccel_ray.cuda.capture_checks import Obstacle
@@ -182,22 +183,33 @@ def test_a_model_whose_blocks_cannot_be_captured_is_compiled_as_a_whole() -> Non
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of PyTorch, while it compiles
-def test_a_model_whose_blocks_cannot_be_compiled_is_compiled_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_plan", [False, True])
+def test_if_blocks_cannot_be_compiled_the_whole_is_unless_memory_is_planned_by_blocks(
+    has_plan: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp()
+
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        if len(list(graph.parameters())) + len(graph.graph.find_nodes(op="placeholder")) < 5:
+        if not any("4" in str(node.target) or "4" in node.name for node in graph.graph.find_nodes(op="placeholder")):
             raise RuntimeError("no code for a part")
         return graph.forward
 
+    torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    model = mlp()
     cache, _, _ = cache_with(model=model)
-    cache.step.compilation = compilation = Compilation(model, [model[0], model[2]])
+    blocks = {"0": model[0], "2": model[2]}
+    cache.step.compilation = compilation = Compilation(model, list(blocks.values()))
+    cache.step.activations = Activations(blocks, CPU)
+    if has_plan:
+        cache.step.activations.request_costs()
     faults = [fault for step in range(4) for fault in cache.run(ALL, ONE, step=step)]
-    assert [(fault.kind, fault.step) for fault in faults] == [(FaultKind.COMPILED, 0)]
-    assert faults[0].detail.startswith("torch.compile failed, the model is compiled as a whole: ")
-    assert "no code for a part" in faults[0].detail
-    assert str(compilation) == "Sequential compiled as a whole"
-    assert cache.step.compilation is compilation
+    told = [fault.detail for fault in faults if fault.kind is FaultKind.COMPILED]
+    consequence = "the model runs as it is" if has_plan else "the model is compiled as a whole"
+    assert len(told) == 1
+    assert told[0].startswith(f"torch.compile failed, {consequence}: ")
+    assert "no code for a part" in told[0]
+    assert cache.step.compilation is (None if has_plan else compilation)
+    assert list(cache.step.activations.regions) == (["0", "2"] if has_plan else [])
     assert cache.num_captured == 1
     torch._dynamo.reset()
 

@@ -73,6 +73,11 @@ class Activations:
         """Whether, by choice, every region is recomputed that can be."""
         return self._fixed is None and bool(self.storage) and self.storage == self._least()
 
+    @property
+    def are_planned(self) -> bool:
+        """Whether some regions do not keep what they save, or a plan may come to say so."""
+        return bool(self.storage) or self.costs is not None
+
     def set(self, storage: Mapping[str, Storage]) -> None:
         """Sets the storage of regions by name, unless it is fixed or there are none; others keep their tensors.
 

@@ -21,7 +21,7 @@ class PeerOutOfMemoryError(torch.OutOfMemoryError):
 
 
 class PeerCompileError(RuntimeError):
-    """`torch.compile` failed on another rank: no rank compiles from now on."""
+    """`torch.compile` failed on another rank: all ranks do without it together."""
 
 
 class NotCapturableError(RuntimeError):

@@ -196,7 +196,8 @@ class StepCache:
         if any(fault.kind is FaultKind.OUT_OF_MEMORY for fault in outcome.faults):
             return outcome.faults  # the attempt that succeeded was a step of another kind
         if any(fault.kind is FaultKind.COMPILED for fault in outcome.faults):
-            self._is_ready.clear()  # what runs from now on is not compiled yet
+            self._is_ready.clear()  # what runs from now on was compiled in this step
+            compiles = True
         self._is_ready[key] = not compiles
         if compiles:
             return outcome.faults

@@ -1,10 +1,11 @@
-"""Compiles a model with `torch.compile`, as a whole or its repeated blocks once, and a loss of many outputs."""
+"""Compiles a model, or its blocks one by one, and the loss of many outputs, with `torch.compile`."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -12,30 +13,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.cuda.out_of_memory import is_out_of_memory
 from triaccel_ray.model.layers import Loss
 from triaccel_ray.model.pytree import cast_floating, tensors_in
-from triaccel_ray.records.plan import Fault, FaultKind
 
-_RECOMPILE_LIMIT = 256
-"""Variants of all blocks, for precisions of their layers and for shapes, before PyTorch stops compiling them."""
-_MANY_OUTPUTS = 2**24
-"""Floating-point numbers in a model's outputs from which on the loss is compiled: each FP32 copy takes 64 MiB."""
+_RECOMPILE_LIMIT = 128
+"""Variants of compiled code, for precisions and sizes, after which compiling counts as failed.
+
+All blocks share one code object, in all loops of a process.
+"""
+_LOSS_RECOMPILE_LIMIT = 16
+"""The same for losses, whose Python state may change at each step, as a count of steps does."""
+_TOO_MANY_VARIANTS = "too many variants of one code: does Python state change at each step?"
+_MIN_OUTPUTS = 2**24
+"""Number of floating-point outputs from which the loss is compiled; an FP32 copy of them takes 64 MiB."""
+
+
+class _VaryingSizes:
+    """Has `torch.compile` make dynamic only the sizes of tensors that vary between calls of one callable."""
+
+    def __init__(self, *, batch_varies: bool) -> None:
+        self._first: dict[int, torch.Size] = {}
+        self._varying: defaultdict[int, set[int]] = defaultdict(lambda: {0} if batch_varies else set())
+
+    def mark(self, value: Any) -> None:
+        """Marks the dimensions of the tensors in `value` that differ from the first call's."""
+        for index, tensor in enumerate(tensors_in(value)):
+            first, varying = self._first.setdefault(index, tensor.shape), self._varying[index]
+            if len(first) == tensor.dim():
+                varying |= {dim for dim, size in enumerate(tensor.shape) if size != first[dim]}
+            for dim in varying:
+                if dim < tensor.dim() and tensor.shape[dim] > 1:
+                    torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 class Compilation:
     """Compiles a model's training passes with Inductor; evaluation and curvature run it uncompiled.
 
-    With `blocks`, each block and each norm and embedding outside them is compiled by `torch.nn.Module.compile`: equal
-    blocks share their code, and a new batch size needs no recompilation. If the blocks `are_equal`, all dimensions are
-    dynamic, and they share code for any length of text. If not, only the batch dimension is, and only if
-    `batch_varies`: with dynamic maps, tracing a Swin-T took PyTorch over 200 s in place of 50, and a PVT failed.
-    Without blocks, the model is compiled as a whole, with a dynamic batch dimension if `batch_varies`. Code is
-    generated at the first step, and cached on disk by Inductor. With `spares_memory`, it times kernels without clearing
-    the L2 cache, which would take a buffer of its size.
+    * **Equal blocks** share one code with dynamic sizes: a new batch size or length needs no recompilation.
+    * **Unequal blocks** have a code for each kind. Only sizes that vary from step to step become dynamic in it: with
+      all dynamic, PyTorch traces the maps of a Swin four times as long, and cannot compile a PVT.
+    * **Without blocks**, the model is compiled as a whole.
+    * **The loss** of many outputs, such as a language model's, is compiled together with their casts to FP32, so that
+      no FP32 copy of them is stored.
 
-    A loss of many outputs, such as a language model's, is compiled together with their casts to FP32, so that no FP32
-    copy of them is stored.
+    With blocks, norms and embeddings outside them are compiled, too. Code is generated at the first step, and cached on
+    disk by Inductor.
     """
 
     def __init__(
@@ -47,6 +69,11 @@ class Compilation:
         batch_varies: bool = True,
         spares_memory: bool = False,
     ) -> None:
+        """Compiles the model's `blocks`, which `are_equal` or not, or the whole model if there are none.
+
+        The batch dimension is dynamic from the start if `batch_varies`. With `spares_memory`, Inductor times kernels
+        without clearing the L2 cache, which would take a buffer of its size.
+        """
         if torch.cuda.is_available():
             share_kernel_cache()
         self.model, self._batch_varies, self._spares_memory = model, batch_varies, spares_memory
@@ -59,10 +86,13 @@ class Compilation:
             if are_equal:
                 module.compile(dynamic=True)
             else:
-                # Private: a hook, the public way to see a module's inputs, would be compiled, too.
-                module._compiled_call_impl = partial(self._with_dynamic_batch, torch.compile(module._call_impl))
+                # The attribute is private. A forward pre-hook, which is public, would be compiled, too.
+                call, sizes = torch.compile(module._call_impl), _VaryingSizes(batch_varies=batch_varies)
+                module._compiled_call_impl = partial(_marked_call, call, sizes)
+        self._sizes, self._loss_sizes = (_VaryingSizes(batch_varies=batch_varies) for _ in range(2))
         self._loss: Any = torch.compile(loss_in_fp32)
-        self._loss_failure = ""
+        self.compiles_loss = False
+        """Whether a pass has used compiled code of the loss."""
 
     def __str__(self) -> str:
         if self.blocks:
@@ -78,55 +108,44 @@ class Compilation:
         """Returns the module to call with these inputs in place of the model."""
         if self._whole is None:
             return self.model
-        self._mark_batch(inputs)
+        self._sizes.mark(inputs)
         module: nn.Module = self._whole
         return module
 
     def loss(self, loss: Loss, outputs: Any, targets: Any) -> Tensor:
-        """Returns `loss_in_fp32`; runs it uncompiled if there are few outputs, or if compiling it fails."""
-        numbers = sum(tensor.numel() for tensor in tensors_in(outputs) if tensor.is_floating_point())
-        if numbers < _MANY_OUTPUTS or self._loss is None:
+        """Returns the loss, computed in FP32; by compiled code if there are many outputs."""
+        num_outputs = sum(tensor.numel() for tensor in tensors_in(outputs) if tensor.is_floating_point())
+        if num_outputs < _MIN_OUTPUTS or self._loss is None:
             return loss_in_fp32(loss, outputs, targets)
-        self._mark_batch([outputs, targets])
-        try:
+        self.compiles_loss = True
+        self._loss_sizes.mark([outputs, targets])
+        with torch._dynamo.config.patch(recompile_limit=_LOSS_RECOMPILE_LIMIT):
             compiled: Tensor = self._loss(loss, outputs, targets)
-            return compiled
-        except Exception as error:
-            if not is_compile_error(error) or is_out_of_memory(error):
-                raise
-            self._loss, self._loss_failure = None, first_paragraph(error)
-        return loss_in_fp32(loss, outputs, targets)
+        return compiled
 
-    def take_faults(self, step: int) -> tuple[Fault, ...]:
-        """Returns a fault, once, if the loss cannot be compiled."""
-        reason, self._loss_failure = self._loss_failure, ""
-        text = f"torch.compile failed, the loss runs as it is: {reason}"
-        return (Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text),) if reason else ()
-
-    def _with_dynamic_batch(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._mark_batch([args, kwargs])
-        return call(*args, **kwargs)
-
-    def _mark_batch(self, value: Any) -> None:
-        if self._batch_varies:
-            for tensor in tensors_in(value):
-                if tensor.dim() and len(tensor) > 1:
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    def stop_compiling_loss(self) -> None:
+        """Has the loss run uncompiled from now on."""
+        self._loss, self.compiles_loss = None, False
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Returns a context for training passes, in which one block may be compiled in many variants.
 
-        A checkpoint in the model's own code is compiled, too: what `showing` does within one need not be done again.
+        Past the limit, an error is raised: PyTorch would run the model uncompiled without a word. A checkpoint in the
+        model's own code is compiled, too: what `showing` does within one need not be done again.
         """
         patched = torch._dynamo.config.patch(
             recompile_limit=_RECOMPILE_LIMIT,
+            fail_on_recompile_limit_hit=True,
             skip_fwd_side_effects_in_bwd_under_checkpoint=True,
-            # Else the maps of one block, which another's differ from, would become dynamic.
+            # Blocks share one code object: a size that differs between unequal ones would become dynamic.
             automatic_dynamic_shapes=self._are_equal or not self.blocks,
         )
         with patched, _timing_without_l2_flush() if self._spares_memory else contextlib.nullcontext():
-            yield
+            try:
+                yield
+            except torch._dynamo.exc.FailOnRecompileLimitHit as error:  # no TorchDynamoException, and no reason in it
+                raise torch._dynamo.exc.TorchDynamoException(_TOO_MANY_VARIANTS) from error
 
     def remove(self) -> None:
         """Undoes the compilation: the model runs uncompiled from now on."""
@@ -138,6 +157,12 @@ class Compilation:
 def loss_in_fp32(loss: Loss, outputs: Any, targets: Any) -> Tensor:
     """Returns the loss of outputs in any precision, computed in FP32."""
     return loss(cast_floating(outputs, torch.float32), targets)
+
+
+def _marked_call(call: Callable[..., Any], sizes: _VaryingSizes, *args: Any, **kwargs: Any) -> Any:
+    """Calls a compiled module once its varying sizes are marked."""
+    sizes.mark([args, kwargs])
+    return call(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ class StepOptions:
     fusion: Fusion | None = None
     """Runs in place of the model while it is valid (`Fusion.holds`)."""
     compilation: Compilation | None = None
-    """Runs in place of the model until compiling fails."""
+    """Runs in place of the model and of the loss until compiling fails."""
     stepper: StepInBackward | None = None
     """Consumes gradients as they arrive."""
     activations: Activations | None = None
@@ -218,20 +218,22 @@ class Step:
         )
 
     def _learn(self, step: int) -> tuple[Fault, ...]:
-        """Keeps what the last pass has recorded of the regions; returns faults of what it could not do."""
+        """Keeps what the last pass has recorded of the regions; returns a fault if some can no longer be offloaded."""
         if self.recorder is not None:
             self.activations.learn(self.recorder)
-        faults = () if self.compilation is None else self.compilation.take_faults(step)
-        return faults + self.activations.exclude_unpinned(step, self.peers.ranks)
+        return self.activations.exclude_unpinned(step, self.peers.ranks)
 
     def _disable_failed_feature(self, error: BaseException, step: int) -> tuple[Fault, ...]:
-        """Turns off the optional feature (recomputation or compilation) that raised `error`; returns faults, if any."""
+        """Does without what raised `error`: recomputation, or compiling the loss, blocks, the model; returns faults."""
         if kept := self.activations.exclude_failed(error, step):
             return kept
         is_compiling = is_compile_error(error) or isinstance(error, PeerCompileError)
         if self.compilation is None or not is_compiling or is_out_of_memory(error):
             return ()
-        if self.compilation.blocks and not self.activations.storage:
+        if self.peers.ranks.any(self.compilation.compiles_loss):
+            self.compilation.stop_compiling_loss()
+            consequence = "the loss runs as it is"
+        elif self.compilation.blocks and not self.activations.are_planned:
             self.compile_whole()
             consequence = "the model is compiled as a whole"
         else:
@@ -241,9 +243,9 @@ class Step:
         return (Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text),)
 
     def compile_whole(self) -> None:
-        """Compiles the model as a whole in place of its blocks; then it has no regions."""
-        if self.compilation is not None:
-            self.compilation.compile_whole()
+        """Compiles the model as a whole in place of its blocks, and drops its regions: they are part of the code."""
+        assert self.compilation is not None
+        self.compilation.compile_whole()
         self.activations = Activations({}, self.sampler.generator.device)
 
     def accumulate(

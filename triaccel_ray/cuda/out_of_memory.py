@@ -1,4 +1,4 @@
-"""Detects out-of-memory errors and summarizes their messages."""
+"""Detects out-of-memory errors, summarizes their messages, and says how a step makes room."""
 
 from __future__ import annotations
 

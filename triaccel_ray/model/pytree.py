@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,14 +24,13 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Returns the tensors in `value`, in the order in which `map_tensors` meets them."""
+    """Returns the tensors in `value`, in the order in which `map_tensors` meets them; rebuilds no container."""
     found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor  # containers that check their items are rebuilt with these
-
-    map_tensors(keep, value)
+    for leaf in _pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        for item in _items_of(leaf):
+            found += tensors_in(item)
     return found
 
 
@@ -76,6 +75,17 @@ def widened(value: Any) -> Any:
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Returns `value` with its floating-point tensors in `dtype`."""
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
+def _items_of(leaf: Any) -> Iterable[Any]:
+    """Returns what a container that pytree does not know holds; nothing of other values."""
+    if isinstance(leaf, Mapping):
+        return leaf.values()
+    if isinstance(leaf, tuple | list):
+        return leaf
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        return [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+    return ()
 
 
 def _map_leaf(function: Callable[[Tensor], Any], leaf: Any) -> Any:
