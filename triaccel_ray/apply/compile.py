@@ -19,10 +19,10 @@ from triaccel_ray.model.pytree import cast_floating, tensors_in
 _RECOMPILE_LIMIT = 128
 """Variants of compiled code, for precisions and sizes, after which compiling counts as failed.
 
-All blocks share one code object, in all loops of a process.
+PyTorch counts those of all blocks together, in all loops of a process.
 """
 _LOSS_RECOMPILE_LIMIT = 16
-"""The same for losses, whose Python state may change at each step, as a count of steps does."""
+"""The same for losses: Python state of theirs, such as a count of steps, may ask for a variant at each step."""
 _TOO_MANY_VARIANTS = "too many variants of one code: does Python state change at each step?"
 _MIN_OUTPUTS = 2**24
 """Number of floating-point outputs from which the loss is compiled; an FP32 copy of them takes 64 MiB."""
@@ -76,7 +76,7 @@ class Compilation:
         """
         if torch.cuda.is_available():
             share_kernel_cache()
-        self.model, self._batch_varies, self._spares_memory = model, batch_varies, spares_memory
+        self.model, self._spares_memory = model, spares_memory
         self.blocks = tuple(blocks)
         """The blocks compiled one by one; empty if the model is compiled as a whole."""
         self._whole: Any = None if blocks else torch.compile(model)
