@@ -331,6 +331,23 @@ def test_a_compiled_loss_is_computed_in_fp32_and_stores_no_fp32_copy_of_the_outp
     assert compilation.compiles_loss
 
 
+def test_only_the_losses_of_one_loop_share_its_limit_of_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triaccel_ray.apply.compile._MIN_OUTPUTS", 1)
+    monkeypatch.setattr("triaccel_ray.apply.compile._LOSS_RECOMPILE_LIMIT", 1)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=recorded_by([])))
+    loops = [Compilation(nn.Linear(2, 2)) for _ in range(3)]
+
+    def compute(compilation: Compilation, smoothing: float) -> torch.Tensor:
+        outputs, targets = torch.randn(4, 3, requires_grad=True), torch.zeros(4, dtype=torch.long)
+        with compilation.in_force():
+            return compilation.loss(functools.partial(F.cross_entropy, label_smoothing=smoothing), outputs, targets)
+
+    for index, compilation in enumerate(loops):
+        compute(compilation, 0.1 * index)
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="too many variants"):
+        compute(loops[0], 0.9)
+
+
 class Annealed(nn.Module):
     """A loss whose weight depends on the number of steps, which compiled code takes for a constant."""
 
@@ -367,6 +384,6 @@ def test_a_loss_that_cannot_be_compiled_runs_as_it_is_beside_a_compiled_model(
     assert ("too many variants" if of_each_step else "no code today") in text
     compilation = loop._training.steps.step.compilation
     assert compilation is not None
-    assert not compilation.compiles_loss
+    assert compilation._loss is None
     loop.close()
     torch._dynamo.reset()

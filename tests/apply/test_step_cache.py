@@ -214,6 +214,33 @@ def test_if_blocks_cannot_be_compiled_the_whole_is_unless_memory_is_planned_by_b
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PyTorch, while it compiles
+def test_a_loss_stays_compiled_when_blocks_fail_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, fails = mlp(), list[bool]()
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        is_part = len(graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear)) == 1
+        if fails and is_part:
+            raise RuntimeError("no code for a part")
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr("triaccel_ray.apply.compile._MIN_OUTPUTS", 1)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    cache, _, _ = cache_with(model=model)
+    cache.step.compilation = compilation = Compilation(model, [model[0], model[2]])
+    assert cache.run(ALL, ONE, step=0) == ()
+    assert compilation.compiles_loss
+    fails.append(True)
+    torch._dynamo.reset()  # as a new precision would, it needs new code
+    (fault,) = cache.run(ALL, ONE, step=1)
+    assert fault.detail.startswith("torch.compile failed, the model is compiled as a whole: ")
+    assert compilation.compiles_loss
+    assert [cache.run(ALL, ONE, step=step) for step in (2, 3)] == [(), ()]
+    assert cache.num_captured == 1
+    torch._dynamo.reset()
+
+
 def test_a_capture_that_fails_otherwise_is_the_last() -> None:
     cache, pool, _ = cache_with(RuntimeError("operation not permitted when stream is capturing"))
     faults = [fault for step in range(4) for fault in cache.run(ALL, ONE, step=step)]

@@ -172,6 +172,8 @@ class StepCache:
         outcome = self.step.run(
             indices, loss_scale, step=step, watch=watch, num_samples=key.batch_size, gradients=gradients
         )
+        if any(fault.kind is FaultKind.COMPILED for fault in outcome.faults):
+            self._is_ready.clear()  # what runs from now on was compiled in this step
         gradients.send()
         gradients.publish()
         self._update.run(outcome.loss_sum, key.batch_size, gradients)
@@ -195,9 +197,7 @@ class StepCache:
             self.step.zero_grad()
         if any(fault.kind is FaultKind.OUT_OF_MEMORY for fault in outcome.faults):
             return outcome.faults  # the attempt that succeeded was a step of another kind
-        if any(fault.kind is FaultKind.COMPILED for fault in outcome.faults):
-            self._is_ready.clear()  # what runs from now on was compiled in this step
-            compiles = True
+        compiles = compiles or any(fault.kind is FaultKind.COMPILED for fault in outcome.faults)
         self._is_ready[key] = not compiles
         if compiles:
             return outcome.faults

@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ PyTorch counts those of all blocks together, in all loops of a process.
 """
 _LOSS_RECOMPILE_LIMIT = 16
 """The same for losses: Python state of theirs, such as a count of steps, may ask for a variant at each step."""
-_TOO_MANY_VARIANTS = "too many variants of one code: does Python state change at each step?"
+_TOO_MANY_VARIANTS = (
+    "too many variants of one code: does Python state change at each step, or have many loops run here?"
+)
 _MIN_OUTPUTS = 2**24
 """Number of floating-point outputs from which the loss is compiled; an FP32 copy of them takes 64 MiB."""
 
@@ -32,15 +35,15 @@ class _VaryingSizes:
     """Has `torch.compile` make dynamic only the sizes of tensors that vary between calls of one callable."""
 
     def __init__(self, *, batch_varies: bool) -> None:
-        self._first: dict[int, torch.Size] = {}
-        self._varying: defaultdict[int, set[int]] = defaultdict(lambda: {0} if batch_varies else set())
+        self._first: dict[tuple[int, int], torch.Size] = {}
+        self._varying: defaultdict[tuple[int, int], set[int]] = defaultdict(lambda: {0} if batch_varies else set())
 
     def mark(self, value: Any) -> None:
         """Marks the dimensions of the tensors in `value` that differ from the first call's."""
         for index, tensor in enumerate(tensors_in(value)):
-            first, varying = self._first.setdefault(index, tensor.shape), self._varying[index]
-            if len(first) == tensor.dim():
-                varying |= {dim for dim, size in enumerate(tensor.shape) if size != first[dim]}
+            key = index, tensor.dim()
+            first, varying = self._first.setdefault(key, tensor.shape), self._varying[key]
+            varying |= {dim for dim, size in enumerate(tensor.shape) if size != first[dim]}
             for dim in varying:
                 if dim < tensor.dim() and tensor.shape[dim] > 1:
                     torch._dynamo.maybe_mark_dynamic(tensor, dim)
@@ -90,9 +93,11 @@ class Compilation:
                 call, sizes = torch.compile(module._call_impl), _VaryingSizes(batch_varies=batch_varies)
                 module._compiled_call_impl = partial(_marked_call, call, sizes)
         self._sizes, self._loss_sizes = (_VaryingSizes(batch_varies=batch_varies) for _ in range(2))
-        self._loss: Any = torch.compile(loss_in_fp32)
+        # PyTorch counts variants by code object: with one of its own, losses of other loops do not count.
+        own = FunctionType(loss_in_fp32.__code__.replace(), loss_in_fp32.__globals__)
+        self._loss: Any = torch.compile(own)
         self.compiles_loss = False
-        """Whether a pass has used compiled code of the loss."""
+        """Whether the last pass has come to the compiled loss: an error since may be the loss's."""
 
     def __str__(self) -> str:
         if self.blocks:
@@ -105,7 +110,8 @@ class Compilation:
         self._whole = torch.compile(self.model)
 
     def forward_of(self, inputs: Any) -> nn.Module:
-        """Returns the module to call with these inputs in place of the model."""
+        """Returns the module to call with these inputs in place of the model, in a new pass."""
+        self.compiles_loss = False
         if self._whole is None:
             return self.model
         self._sizes.mark(inputs)

@@ -225,11 +225,9 @@ class Step:
 
     def _disable_failed_feature(self, error: BaseException, step: int) -> tuple[Fault, ...]:
         """Does without what raised `error`: recomputation, or compiling the loss, blocks, the model; returns faults."""
-        if kept := self.activations.exclude_failed(error, step):
-            return kept
         is_compiling = is_compile_error(error) or isinstance(error, PeerCompileError)
         if self.compilation is None or not is_compiling or is_out_of_memory(error):
-            return ()
+            return self.activations.exclude_failed(error, step)
         if self.peers.ranks.any(self.compilation.compiles_loss):
             self.compilation.stop_compiling_loss()
             consequence = "the loss runs as it is"
@@ -270,35 +268,37 @@ class Step:
         num_passed = 0
         if self.stepper is not None:
             self.stepper.attempt()
-        for count, inputs, targets in batches:
-            recorder = None
-            if not num_passed:
-                recorder = self.recorder = self.activations.recorder(count, self.precision.key, is_captured=is_captured)
-            module = self._forward_of(inputs, is_divided=bool(self.activations.storage) or recorder is not None)
-            with contextlib.ExitStack() as around:
-                if obstacles is not None:
-                    around.enter_context(watched(obstacles, device))
-                around.enter_context(self._compiling())
-                around.enter_context(self.activations.in_force(module, self._recomputing, recorder))
-                with self.precision.in_force():
-                    outputs = forward(module, inputs)
-                with torch.autocast(device.type, enabled=False):
-                    compute = loss_in_fp32 if self.compilation is None else self.compilation.loss
-                    loss = compute(self._loss, outputs, targets)
+        with self._compiling():
+            for count, inputs, targets in batches:
+                recorder = None
+                if not num_passed:
+                    recorder = self.recorder = self.activations.recorder(
+                        count, self.precision.key, is_captured=is_captured
+                    )
+                module = self._forward_of(inputs, is_divided=bool(self.activations.storage) or recorder is not None)
+                with contextlib.ExitStack() as around:
+                    if obstacles is not None:
+                        around.enter_context(watched(obstacles, device))
+                    around.enter_context(self.activations.in_force(module, self._recomputing, recorder))
+                    with self.precision.in_force():
+                        outputs = forward(module, inputs)
+                    with torch.autocast(device.type, enabled=False):
+                        compute = loss_in_fp32 if self.compilation is None else self.compilation.loss
+                        loss = compute(self._loss, outputs, targets)
+                    self._require_memory()
+                    if self.stepper is not None:
+                        is_last = num_passed + count == num_samples
+                        around.enter_context(self.stepper.taking(is_first=not num_passed, is_last=is_last))
+                    if self._reduction is not None:
+                        is_whole = self.num_micro_batches == 1 and num_samples >= self.peers.ranks.world_size
+                        around.enter_context(self._reduction.taking(self.precision.weights.in_force, is_whole=is_whole))
+                    (loss * (loss_scale * (count / num_samples))).backward()
+                num_passed += count
+                if self.num_micro_batches > 1 and self.stepper is None:
+                    for parameter in self._parameters:
+                        self.precision.weights.gather_gradient(parameter)
+                loss_sum += loss.detach().double() * count
                 self._require_memory()
-                if self.stepper is not None:
-                    is_last = num_passed + count == num_samples
-                    around.enter_context(self.stepper.taking(is_first=not num_passed, is_last=is_last))
-                if self._reduction is not None:
-                    is_whole = self.num_micro_batches == 1 and num_samples >= self.peers.ranks.world_size
-                    around.enter_context(self._reduction.taking(self.precision.weights.in_force, is_whole=is_whole))
-                (loss * (loss_scale * (count / num_samples))).backward()
-            num_passed += count
-            if self.num_micro_batches > 1 and self.stepper is None:
-                for parameter in self._parameters:
-                    self.precision.weights.gather_gradient(parameter)
-            loss_sum += loss.detach().double() * count
-            self._require_memory()
         return loss_sum
 
     def _compiling(self) -> contextlib.AbstractContextManager[None]:

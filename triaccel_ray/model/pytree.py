@@ -29,6 +29,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     for leaf in _pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             found.append(leaf)
+            continue
         for item in _items_of(leaf):
             found += tensors_in(item)
     return found
@@ -80,7 +81,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 def _items_of(leaf: Any) -> Iterable[Any]:
     """Returns what a container that pytree does not know holds; nothing of other values."""
     if isinstance(leaf, Mapping):
-        return leaf.values()
+        return [item for _, item in leaf.items()]
     if isinstance(leaf, tuple | list):
         return leaf
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
