@@ -211,7 +211,7 @@ class Tower(nn.Module):
         return self.head(y)
 
 
-def tower_loop(compile_: str, *, waits: str = "", device: str = "cuda", level: Precision = BF16, **options: Any) -> Any:
+def tower_loop(compile_: str, *, waits: str = "", device: str = "cuda", level: Precision = BF16) -> Any:
     torch.manual_seed(0)
     generator, ticks = torch.Generator().manual_seed(0), list[Any]()
     inputs, targets = torch.randn(640, 8, generator=generator), torch.randint(0, 10, (640,), generator=generator)

@@ -182,6 +182,17 @@ def test_a_model_whose_blocks_cannot_be_captured_is_compiled_as_a_whole() -> Non
     assert len(compiled) == cache.num_captured == 1
 
 
+def refusing_parts(fails: list[bool]) -> Any:
+    """A backend of `torch.compile` that, once `fails` holds something, refuses code of a single linear layer."""
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        if fails and len(graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear)) == 1:
+            raise RuntimeError("no code for a part")
+        return graph.forward
+
+    return backend
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of PyTorch, while it compiles
 @pytest.mark.parametrize("has_plan", [False, True])
 def test_if_blocks_cannot_be_compiled_the_whole_is_unless_memory_is_planned_by_blocks(
@@ -189,13 +200,8 @@ def test_if_blocks_cannot_be_compiled_the_whole_is_unless_memory_is_planned_by_b
 ) -> None:
     model = mlp()
 
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        if not any("4" in str(node.target) or "4" in node.name for node in graph.graph.find_nodes(op="placeholder")):
-            raise RuntimeError("no code for a part")
-        return graph.forward
-
     torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=refusing_parts([True])))
     cache, _, _ = cache_with(model=model)
     blocks = {"0": model[0], "2": model[2]}
     cache.step.compilation = compilation = Compilation(model, list(blocks.values()))
@@ -217,16 +223,9 @@ def test_if_blocks_cannot_be_compiled_the_whole_is_unless_memory_is_planned_by_b
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of PyTorch, while it compiles
 def test_a_loss_stays_compiled_when_blocks_fail_later(monkeypatch: pytest.MonkeyPatch) -> None:
     model, fails = mlp(), list[bool]()
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        is_part = len(graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear)) == 1
-        if fails and is_part:
-            raise RuntimeError("no code for a part")
-        return graph.forward
-
     torch._dynamo.reset()
     monkeypatch.setattr("triaccel_ray.apply.compile._MIN_OUTPUTS", 1)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=refusing_parts(fails)))
     cache, _, _ = cache_with(model=model)
     cache.step.compilation = compilation = Compilation(model, [model[0], model[2]])
     assert cache.run(ALL, ONE, step=0) == ()

@@ -277,17 +277,17 @@ class Stages(nn.Sequential):
         super().__init__(*(nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in ((8, 16), (16, 32))), nn.Linear(32, 4))
 
 
-def compiled_blocks(rank: int) -> int:
-    """How many blocks of unequal ones are compiled, each for itself."""
+def compiled_blocks(rank: int) -> tuple[int, bool]:
+    """How many blocks of unequal ones are compiled, each for itself, and whether they are taken for equal."""
     loop, _ = loop_of(Stages(), blobs(24), fixed(12))
-    blocks, _ = loop._training._blocks_to_compile()
+    blocks, are_equal, _ = loop._training._blocks_to_compile()
     loop.close()
-    return len(blocks)
+    return len(blocks), are_equal
 
 
 def test_several_ranks_compile_unequal_blocks_one_by_one(workers: WorkerPool) -> None:
-    assert workers.run(1, compiled_blocks) == [0]
-    assert workers.run(2, compiled_blocks) == [2, 2]
+    assert workers.run(1, compiled_blocks) == [(0, False)]
+    assert workers.run(2, compiled_blocks) == [(2, False)] * 2
 
 
 def opened(rank: int) -> dict[str, Any]:

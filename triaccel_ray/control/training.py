@@ -252,31 +252,31 @@ class Training:
         if is_compiled(self.model):
             self._note(FaultKind.COMPILED, "compile", "the model is compiled already: it stays as it is")
             return None
-        blocks, reason = self._blocks_to_compile()
+        blocks, are_equal, reason = self._blocks_to_compile()
         compilation = Compilation(
             self.model,
             blocks,
-            are_equal=blocks == repeated_blocks(self.model),
+            are_equal=are_equal,
             batch_varies=self._config.batch.enabled,
             spares_memory=self.memory.has_budget,
         )
         self._note(FaultKind.COMPILED, "compile", f"{compilation}: {reason}")
         return compilation
 
-    def _blocks_to_compile(self) -> tuple[tuple[nn.Module, ...], str]:
-        """Returns the blocks to compile one by one, empty to compile the whole model, and the reason."""
+    def _blocks_to_compile(self) -> tuple[tuple[nn.Module, ...], bool, str]:
+        """Returns blocks to compile one by one, empty to compile the whole, whether they are equal, and the reason."""
         if self._config.execution.compile == "on":
-            return (), "as asked"
+            return (), False, "as asked"
         if blocks := repeated_blocks(self.model):
-            return blocks, "its blocks repeat"
+            return blocks, True, "its blocks repeat"
         if self._needs_regions:
             reason = "what becomes of their activations can be chosen"
         elif not self.ranks.is_alone:
             reason = "so that gradients are sent during the backward pass"
         else:
-            return (), "it does not consist of equal blocks"
+            return (), False, "it does not consist of equal blocks"
         regions = find_regions(self.model)
-        return tuple(regions.values()), reason if regions else "it has no blocks of several layers"
+        return tuple(regions.values()), False, reason if regions else "it has no blocks of several layers"
 
     @property
     def _needs_regions(self) -> bool:
