@@ -233,11 +233,13 @@ class ResidentMemory(MemoryMeter):
             Path("/proc/self/clear_refs").write_text("5")
 
     def _adjust(self, used: int) -> None:
-        """Counts the heap's growth since before the first batch as idle memory, and adds the headroom on top.
+        """Adds what the heap has gained since before the first batch, or lost, to the idle memory, then the headroom.
 
-        This growth belongs to no batch: libraries keep code and buffers for every shape that they have seen.
+        Neither is a batch's doing. Libraries keep code and buffers for every shape that they have seen. And a batch
+        that reuses what others have freed adds less to the resident set than it takes.
         """
-        self.idle_bytes = self._first_idle_bytes + max(_heap_bytes() - self._idle_heap_bytes, 0)
+        change = _heap_bytes() - self._idle_heap_bytes
+        self.idle_bytes = min(max(self._first_idle_bytes + change, 0), used)  # pages never touched are not resident
         if self._headroom_bytes is not None:
             self.limit_bytes = min(self.idle_bytes + self._headroom_bytes, self._most_bytes)
 
