@@ -22,7 +22,7 @@ from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import ExecutionConfig
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError
 from triaccel_ray.decide import replay
-from triaccel_ray.distributed.ranks import LostRankError, Ranks, RanksDifferError
+from triaccel_ray.distributed.ranks import Ranks, RanksDifferError
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.plan import FaultKind
 
@@ -316,32 +316,3 @@ def test_a_decision_that_differs_ends_the_run_at_once(workers: WorkerPool) -> No
     assert "the decision of tick 0 differs between ranks (rank 0: ..." in first
     assert '"batch_size": 12,' in first.partition("rank 1: ")[0]
     assert '"batch_size": 16,' in first.partition("rank 1: ")[2]
-
-
-def shared(rank: int) -> list[bytes | None]:
-    """What a rank gets of rank 0's values, the last of which travels in several parts."""
-    triaccel_ray.distributed.ranks.BROADCAST_BYTES = 300
-    ranks = Ranks.found()
-    return [ranks.share(None if rank else value) for value in (b"a checkpoint", None, bytes(range(256)) * 4)]
-
-
-def test_all_ranks_get_the_bytes_of_rank_0(workers: WorkerPool) -> None:
-    assert workers.run(3, shared) == [[b"a checkpoint", None, bytes(range(256)) * 4]] * 3
-    assert workers.run(1, shared) == [[b"a checkpoint", None, bytes(range(256)) * 4]]
-
-
-def left(rank: int) -> str:
-    ranks = Ranks.found()
-    ranks.any(False)
-    if rank == 1:
-        del ranks
-        torch.distributed.destroy_process_group()
-        return ""
-    with pytest.raises(LostRankError) as raised:
-        ranks.gather("anyone there?")
-    return str(raised.value)
-
-
-def test_a_rank_that_is_lost_is_named_as_such(workers: WorkerPool) -> None:
-    first, _ = workers.run(2, left)
-    assert first.startswith("another rank was lost: ")

@@ -153,7 +153,7 @@ class Ranks:
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         as_bytes = flat.view(torch.uint8)  # any dtype, booleans too
-        with self._naming_lost_ranks_on_hosts():
+        with self._naming_lost_ranks_on_devices():
             dist.broadcast(as_bytes, src=0, group=self._group)
         for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
@@ -164,14 +164,14 @@ class Ranks:
         if self.is_alone:
             return found.copy_(tensor)
         as_bytes = found.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)  # any dtype
-        with self._naming_lost_ranks_on_hosts():
+        with self._naming_lost_ranks_on_devices():
             dist.all_gather_into_tensor(*as_bytes, group=self._group)
         return found
 
     def broadcast_from(self, rank: int, tensor: Tensor) -> None:
         """Writes one rank's contiguous tensor on the device to that of every other rank."""
         if not self.is_alone:
-            with self._naming_lost_ranks_on_hosts():
+            with self._naming_lost_ranks_on_devices():
                 dist.broadcast(tensor, src=rank, group=self._group)
 
     def start_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
@@ -182,11 +182,11 @@ class Ranks:
         """
         if self.is_alone:
             return lambda: None
-        with self._naming_lost_ranks_on_hosts():
+        with self._naming_lost_ranks_on_devices():
             works = self._start_sums(tensors)
 
         def wait() -> None:
-            with self._naming_lost_ranks_on_hosts():
+            with self._naming_lost_ranks_on_devices():
                 for work in works:
                     if work is not None:
                         work.wait()
@@ -200,9 +200,9 @@ class Ranks:
         dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
         return [self._group.allreduce_coalesced([t for t in tensors if t.dtype is dtype]) for dtype in dtypes]
 
-    def _naming_lost_ranks_on_hosts(self) -> contextlib.AbstractContextManager[None]:
-        """Returns `_naming_lost_ranks` over gloo. NCCL also reports errors of the device and of a capture."""
-        return _naming_lost_ranks() if self._group is self._host_group else contextlib.nullcontext()
+    def _naming_lost_ranks_on_devices(self) -> contextlib.AbstractContextManager[None]:
+        """Returns `_naming_lost_ranks` over gloo, `_naming_aborts` over NCCL."""
+        return _naming_lost_ranks() if self._group is self._host_group else _naming_aborts()
 
 
 @contextlib.contextmanager
@@ -211,7 +211,22 @@ def _naming_lost_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise LostRankError(f"another rank was lost: {str(error).strip().splitlines()[0]}"[:500]) from error
+        raise _lost_rank(error) from error
+
+
+@contextlib.contextmanager
+def _naming_aborts() -> Iterator[None]:
+    """Turns NCCL's error after the group was aborted into LostRankError; others are the device's or a capture's."""
+    try:
+        yield
+    except dist.DistBackendError as error:
+        if "communicator was aborted" not in str(error):
+            raise
+        raise _lost_rank(error) from error
+
+
+def _lost_rank(error: Exception) -> LostRankError:
+    return LostRankError(f"another rank was lost: {str(error).strip().splitlines()[0]}"[:500])
 
 
 def digest(value: Any) -> str:

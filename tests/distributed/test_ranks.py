@@ -1,0 +1,48 @@
+"""On what passes between ranks, and on what is raised when one is gone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import triaccel_ray.distributed.ranks
+from tests.distributed.worker_pool import WorkerPool
+from triaccel_ray.distributed.ranks import LostRankError, Ranks, _naming_aborts
+
+
+def shared(rank: int) -> list[bytes | None]:
+    """What a rank gets of rank 0's values, the last of which travels in several parts."""
+    triaccel_ray.distributed.ranks.BROADCAST_BYTES = 300
+    ranks = Ranks.found()
+    return [ranks.share(None if rank else value) for value in (b"a checkpoint", None, bytes(range(256)) * 4)]
+
+
+def test_all_ranks_get_the_bytes_of_rank_0(workers: WorkerPool) -> None:
+    assert workers.run(3, shared) == [[b"a checkpoint", None, bytes(range(256)) * 4]] * 3
+    assert workers.run(1, shared) == [[b"a checkpoint", None, bytes(range(256)) * 4]]
+
+
+def left(rank: int) -> str:
+    ranks = Ranks.found()
+    ranks.any(False)
+    if rank == 1:
+        del ranks
+        torch.distributed.destroy_process_group()
+        return ""
+    with pytest.raises(LostRankError) as raised:
+        ranks.gather("anyone there?")
+    return str(raised.value)
+
+
+def test_a_rank_that_is_lost_is_named_as_such(workers: WorkerPool) -> None:
+    first, _ = workers.run(2, left)
+    assert first.startswith("another rank was lost: ")
+
+
+def test_an_aborted_group_is_named_as_a_loss_and_other_errors_of_nccl_are_not() -> None:
+    aborted = torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0. ")
+    with pytest.raises(LostRankError, match="another rank was lost: NCCL communicator was aborted"), _naming_aborts():
+        raise aborted
+    other = torch.distributed.DistBackendError("NCCL error: unhandled cuda error")
+    with pytest.raises(torch.distributed.DistBackendError, match="unhandled cuda error"), _naming_aborts():
+        raise other
