@@ -1,4 +1,4 @@
-"""On what passes between ranks, and on what is raised when one is gone."""
+"""Collectives between ranks, and the error when a rank is lost."""
 
 from __future__ import annotations
 
@@ -39,10 +39,15 @@ def test_a_rank_that_is_lost_is_named_as_such(workers: WorkerPool) -> None:
     assert first.startswith("another rank was lost: ")
 
 
-def test_an_aborted_group_is_named_as_a_loss_and_other_errors_of_nccl_are_not() -> None:
-    aborted = torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0. ")
+ABORTED = "NCCL communicator was aborted on rank 0. "
+
+
+def test_nccls_error_in_a_group_that_was_ended_is_a_lost_rank() -> None:
     with pytest.raises(LostRankError, match="another rank was lost: NCCL communicator was aborted"), _naming_aborts():
-        raise aborted
-    other = torch.distributed.DistBackendError("NCCL error: unhandled cuda error")
-    with pytest.raises(torch.distributed.DistBackendError, match="unhandled cuda error"), _naming_aborts():
-        raise other
+        raise torch.distributed.DistBackendError(ABORTED)
+
+
+@pytest.mark.parametrize("text", ["NCCL error: unhandled cuda error", f"{ABORTED} Original reason for failure was: x"])
+def test_any_other_error_of_nccl_is_passed_on(text: str) -> None:
+    with pytest.raises(torch.distributed.DistBackendError, match=text), _naming_aborts():
+        raise torch.distributed.DistBackendError(text)

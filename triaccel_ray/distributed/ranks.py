@@ -25,7 +25,7 @@ class RanksDifferError(RuntimeError):
 
 
 class LostRankError(RuntimeError):
-    """A message between hosts has failed, because the process of another rank, or the connection to it, was lost."""
+    """Communication between ranks has failed, because the process of another, or the connection to it, was lost."""
 
 
 class Ranks:
@@ -34,7 +34,7 @@ class Ranks:
     Host values travel through a group of the host's own (gloo), so that no rank waits for its device. Every method
     besides the properties is a collective: all ranks call it, in the same order. Alone, each returns at once.
 
-    If another rank is lost, collectives over gloo raise LostRankError.
+    If another rank is lost, collectives over gloo raise LostRankError; so do those over NCCL once the group is aborted.
     """
 
     def __init__(self, group: _Group = None, host_group: _Group = None) -> None:
@@ -211,21 +211,24 @@ def _naming_lost_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise _lost_rank(error) from error
+        raise _lost_rank_error(error) from error
 
 
 @contextlib.contextmanager
 def _naming_aborts() -> Iterator[None]:
-    """Turns NCCL's error after the group was aborted into LostRankError; others are the device's or a capture's."""
+    """Turns NCCL's error in a group that Ray Train ends into LostRankError; others are the device's or a capture's.
+
+    PyTorch has no class for it. If it has aborted the group itself, after an error or a timeout, the text says why.
+    """
     try:
         yield
     except dist.DistBackendError as error:
-        if "communicator was aborted" not in str(error):
+        if "communicator was aborted" not in str(error) or "Original reason for failure" in str(error):
             raise
-        raise _lost_rank(error) from error
+        raise _lost_rank_error(error) from error
 
 
-def _lost_rank(error: Exception) -> LostRankError:
+def _lost_rank_error(error: Exception) -> LostRankError:
     return LostRankError(f"another rank was lost: {str(error).strip().splitlines()[0]}"[:500])
 
 

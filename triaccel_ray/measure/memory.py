@@ -233,13 +233,13 @@ class ResidentMemory(MemoryMeter):
             Path("/proc/self/clear_refs").write_text("5")
 
     def _adjust(self, used: int) -> None:
-        """Adds what the heap has gained since before the first batch, or lost, to the idle memory, then the headroom.
+        """Sets the idle memory to that before the first batch and the heap's change since, then the limit.
 
-        Neither is a batch's doing. Libraries keep code and buffers for every shape that they have seen. And a batch
-        that reuses what others have freed adds less to the resident set than it takes.
+        No batch causes the change: libraries keep code and buffers for each shape, and a batch may reuse freed memory.
         """
-        change = _heap_bytes() - self._idle_heap_bytes
-        self.idle_bytes = min(max(self._first_idle_bytes + change, 0), used)  # pages never touched are not resident
+        change_bytes = _heap_bytes() - self._idle_heap_bytes
+        idle_bytes = max(self._first_idle_bytes + change_bytes, 0)
+        self.idle_bytes = min(idle_bytes, used)  # pages never touched are not resident
         if self._headroom_bytes is not None:
             self.limit_bytes = min(self.idle_bytes + self._headroom_bytes, self._most_bytes)
 
