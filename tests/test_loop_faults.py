@@ -9,9 +9,22 @@ import pytest
 import torch
 from torch import nn
 
-from tests.build import CPU, QUIET, Limited, Starved, Wired, blobs, cross_entropy, loop_of, mlp, run, same, values
+from tests.build import (
+    CPU,
+    QUIET,
+    Limited,
+    Starved,
+    Wired,
+    blobs,
+    cross_entropy,
+    loop_of,
+    mlp,
+    run,
+    same,
+    values,
+)
 from triaccel_ray.apply.step import Step
-from triaccel_ray.config import BatchConfig
+from triaccel_ray.config import BatchConfig, PrecisionConfig
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.decide import replay
 from triaccel_ray.loop import ControlLoop
@@ -36,6 +49,18 @@ def test_an_out_of_memory_error_shrinks_the_batch_until_memory_is_back() -> None
     assert sizes == sorted(sizes)
     assert sizes[:2] == [8, 8]  # capped for a while
     assert not any(tick.observation.faults for tick in ticks[first:])
+
+
+def test_without_on_tick_each_fault_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    config = replace(QUIET, precision=PrecisionConfig())
+    loop, _ = loop_of(nn.Sequential(mlp(), Limited(12)), blobs(240), config, on_tick=None)
+    with caplog.at_level("INFO", logger="triaccel_ray"):
+        for _ in range(4):
+            loop.train_epoch()
+    logged = [(each.levelname, each.getMessage().split(": ")[1]) for each in caplog.records]
+    assert logged.count(("WARNING", FaultKind.OUT_OF_MEMORY)) == 1
+    assert ("INFO", FaultKind.PRECISION_REFUSED) in logged
+    assert len({each.getMessage() for each in caplog.records}) == len(caplog.records)
 
 
 @pytest.mark.parametrize(("budget", "named"), [(None, "The memory of"), (2**40, "The memory budget of")])

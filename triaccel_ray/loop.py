@@ -18,7 +18,7 @@ from triaccel_ray.control.curvature import ScheduledCurvature
 from triaccel_ray.control.epochs import EpochLoop, EpochProgress, EpochStats, LossBuffers, SampleSchedule, Schedule
 from triaccel_ray.control.errors import NonFiniteGradientsError as NonFiniteGradientsError
 from triaccel_ray.control.errors import explaining_errors, require_finite
-from triaccel_ray.control.pending_tick import RECORD_AFTER, PendingTick
+from triaccel_ray.control.pending_tick import RECORD_AFTER, FaultLogger, PendingTick
 from triaccel_ray.control.training import Training
 from triaccel_ray.data.sources import default_config
 from triaccel_ray.decide import ControlState, decide, initial_decision
@@ -74,7 +74,8 @@ class ControlLoop(EpochLoop):
             seed: seed of the sample order, the augmentation and the samples for curvature.
             on_tick: called once with each tick, in order; on every rank, so record on one. With `EventLog.append`, the
                 ticks go to an event log for `triaccel report` and `triaccel replay`. The loop begins an empty log with
-                a start record that holds the configuration, and `close` writes the last record.
+                a start record that holds the configuration, and `close` writes the last record. None: the logger
+                `triaccel_ray` reports faults, each once, such as steps that could not be captured.
 
         Raises:
             TypeError: an argument has the wrong type.
@@ -104,6 +105,8 @@ class ControlLoop(EpochLoop):
             self.curvature = self._curvature.meter
             self._curvature.start()  # before the plan: layers in 16 bits then have no copies that take memory yet
             self.state, self._actuators = first.state, Actuators(first.plan, training.steps, training.pool)
+            if on_tick is None and self._ranks.rank == 0:
+                on_tick = FaultLogger()
             self._pending = PendingTick(on_tick, self.config, decides_late=self.device.type == "cuda")
         except BaseException:
             training.remove()

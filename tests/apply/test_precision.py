@@ -124,6 +124,8 @@ def test_recurrent_layers_stay_fp32() -> None:
 
 PARAMETRIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "weight": nn.utils.parametrizations.weight_norm,
+    "spectral": nn.utils.parametrizations.spectral_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
     "old spectral": nn.utils.spectral_norm,
 }
 

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from tests.build import blobs
-from tests.service.runs.several import NUM_SAMPLES, Noting, Several, samples_of_epochs, several_spec
+from tests.service.runs.several import (
+    NUM_SAMPLES,
+    Noting,
+    Several,
+    attempts_at_epochs,
+    samples_of_epochs,
+    several_spec,
+)
 from tests.service.waiting import HELD_S, wait_until
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.records.events import Event, Interruption, read_events
@@ -105,8 +112,11 @@ def processes(name: str) -> list[int]:
 
 
 def assert_whole(folder: Path) -> None:
-    """Checks that the run has finished, and that each of its epochs has trained on each sample once."""
+    """Checks that the run has finished, trained each epoch on each sample once, and repeated only what was lost."""
     run = read_run(folder / "run")
     assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", list(range(1, RECIPE.epochs + 1)))
     assert samples_of_epochs(folder) == WHOLE
+    for attempts in attempts_at_epochs(folder).values():
+        assert len(attempts) <= 1 + len(interruptions(folder))
+        assert all(len(samples) == len(set(samples)) for samples in attempts)
     wait_until(lambda: not processes("RayTrainWorker"), say=lambda: processes("RayTrainWorker"))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from tests.chaos.mortal import HOLD, RECIPE, assert_whole, events, interruptions
 from tests.service.ray_head import ray_node
@@ -100,3 +101,6 @@ def test_a_group_trains_across_networks_and_goes_on_when_a_link_is_cut(tmp_path:
     found = [(each.cause, each.world_size_before, each.world_size) for each in interruptions(tmp_path)]
     assert found == [("preempted", 3, 2)]
     assert_whole(tmp_path)
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    runs = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    assert [(each.info.run_name, each.info.status) for each in runs] == [("run", "FINISHED")]

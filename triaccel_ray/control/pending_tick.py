@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +10,34 @@ from typing import Any
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.events import End, EventLog, Start, Tick
+from triaccel_ray.records.plan import FaultKind
 from triaccel_ray.records.signals import Observation
 
 _DECIDE_AFTER = 3
 """Steps between observation and decision on a GPU: while the device computes them, the host reads and decides."""
 RECORD_AFTER = 8
 """Steps after which a tick is recorded: by then the host is ahead of the device, which does not have to wait."""
+
+
+_LOGGER = logging.getLogger("triaccel_ray")
+_EXPECTED = (FaultKind.COMPILED, FaultKind.PRECISION_REFUSED, FaultKind.NOT_A_LAYER, FaultKind.CURVATURE_WAITS)
+"""Kinds of faults that most runs have."""
+
+
+class FaultLogger:
+    """Logs each fault of a run once, at level INFO if most runs have such faults, else at level WARNING."""
+
+    def __init__(self) -> None:
+        """Starts without a fault."""
+        self._logged: set[tuple[FaultKind, str]] = set()
+
+    def __call__(self, tick: Tick) -> None:
+        """Logs the faults of a tick that are new."""
+        for fault in (*tick.observation.faults, *tick.applied.faults):
+            if (key := (fault.kind, fault.detail)) not in self._logged:
+                self._logged.add(key)
+                level = logging.INFO if fault.kind in _EXPECTED else logging.WARNING
+                _LOGGER.log(level, "step %d: %s: %s", fault.step, fault.kind, fault.detail)
 
 
 class PendingTick:

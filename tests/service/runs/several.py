@@ -85,13 +85,21 @@ def told(folder: Path) -> tuple[list[Plan], list[float]]:
     return plans, figures
 
 
-def samples_of_epochs(folder: Path) -> dict[int, list[int]]:
-    """The samples that the last attempt at each epoch has trained on, of all ranks, sorted."""
-    attempts: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    last: dict[int, tuple[float, str]] = {}
+def attempts_at_epochs(folder: Path) -> dict[int, list[list[int]]]:
+    """The samples that each attempt at each epoch, in order, has trained on, of all ranks, sorted."""
+    samples: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    written: defaultdict[str, float] = defaultdict(float)
     for path in (folder / SEEN).iterdir():
         for line in path.read_text().splitlines():
             attempt, epoch, *indices = line.split()
-            attempts[int(epoch)][attempt] += map(int, indices)
-            last[int(epoch)] = max(last.get(int(epoch), (0.0, "")), (path.stat().st_mtime, attempt))
-    return {epoch: sorted(found[last[epoch][1]]) for epoch, found in attempts.items()}
+            samples[int(epoch)][attempt] += map(int, indices)
+            written[attempt] = max(written[attempt], path.stat().st_mtime)
+    return {
+        epoch: [sorted(found[attempt]) for attempt in sorted(found, key=lambda each: written[each])]
+        for epoch, found in samples.items()
+    }
+
+
+def samples_of_epochs(folder: Path) -> dict[int, list[int]]:
+    """The samples that the last attempt at each epoch has trained on, of all ranks, sorted."""
+    return {epoch: attempts[-1] for epoch, attempts in attempts_at_epochs(folder).items()}
