@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,13 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loop_with(
-    make: Any, config: ControlConfig = QUIET, *, model: nn.Module | None = None
+    make: Any, config: ControlConfig = QUIET, *, model: nn.Module | None = None, **options: Any
 ) -> tuple[ControlLoop, LRScheduler]:
     model = model or mlp()
     optimizer = sgd(model)
     scheduler = make(optimizer)
-    return ControlLoop(model, optimizer, cross_entropy, blobs(NUM), config=config, schedule=scheduler), scheduler
+    options = {"config": config, "schedule": scheduler, **options}
+    return ControlLoop(model, optimizer, cross_entropy, blobs(NUM), **options), scheduler
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -149,6 +151,17 @@ def test_a_scheduler_that_is_stepped_by_hand_goes_on_working() -> None:
 def test_what_cannot_follow_the_samples_is_refused(schedule: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         loop_with(schedule)
+
+
+@pytest.mark.parametrize("epochs", [3, 2.5, None])
+def test_a_scheduler_may_end_with_the_run_or_after_it(epochs: float | None) -> None:
+    loop_with(one_cycle, epochs=epochs)
+
+
+def test_a_scheduler_that_ends_before_the_run_is_refused() -> None:
+    rule = f"total_steps of OneCycleLR = {3 * PER_EPOCH}: must be at least {4 * PER_EPOCH}: 4 epochs of ceil"
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        loop_with(one_cycle, epochs=4)
 
 
 def test_a_scheduler_with_too_few_steps_says_how_many_an_epoch_has() -> None:

@@ -80,7 +80,8 @@ class ControlLoop(EpochLoop):
         Raises:
             TypeError: an argument has the wrong type.
             ValueError: the model has no layer, the loop cannot train it (`require_trainable`), two samples cannot pass
-                through model and loss (`require_working`), or the budget leaves no memory for a batch.
+                through model and loss (`require_working`), the scheduler ends before the run, or the budget leaves no
+                memory for a batch.
         """
         self.config = default_config(data) if config is None else require_instance("config", config, ControlConfig)
         self._schedule = SampleSchedule(schedule, optimizer, batch_size=self.config.batch.start)
@@ -92,6 +93,7 @@ class ControlLoop(EpochLoop):
         self.num_steps = self.num_ticks = 0
         """Optimizer steps done, including skipped ones, and ticks done."""
         try:
+            self._schedule.require_enough_steps(self.sampler.num_samples, epochs)
             self._epoch, self.timer = EpochProgress(self.device, training.loss_sums[0]), StepTimer(self.device)
             step = training.steps.step
             profile = ProfileMeter(model, self.device, step.region_costs, step.accumulation_bytes)

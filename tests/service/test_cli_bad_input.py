@@ -55,7 +55,7 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("run digits --gpus 64 --batch-min 32", "(batch_min) = 32: must be at least the number of GPUs, 64"),
     ("search digits --gpus 2 --trials-per-gpu 2", "gpus = '2': runs that share a GPU train on one each"),
     ("run digits --gpus 2 --method amp", "gpus = '2': method amp trains in one process, as fp32, amp, amp-best,"),
-    ("compare digits --gpus 2", "gpus = '2': fp32, amp train in one process; leave it out, or give --methods without"),
+    ("compare digits --gpus 2", "gpus = '2': must be left out for methods that train in one process, or give"),
     ("tune-batch digits --gpus 2", "--gpus"),
     ("run digits --method amp --initial-layers x=fp16", "['x=fp16']: --method amp computes all layers alike"),
     ("run digits --weights bf16", "invalid choice 'bf16' for argument '--weights'. Expected one of"),

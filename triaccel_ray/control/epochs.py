@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from triaccel_ray.config import check_field
+from triaccel_ray.config import check_field, require
 from triaccel_ray.cuda.random_states import random_states, set_random_states
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.measure.energy import energy_counter
@@ -57,6 +57,20 @@ class SampleSchedule:
             )
         self._function = schedule if callable(schedule) else None
         self._batch_size, self._num_steps = batch_size, 0
+
+    def require_enough_steps(self, num_samples: int, epochs: float | None) -> None:
+        """Checks that a scheduler with an end, such as `OneCycleLR`, lasts as long as the run, if its length is known.
+
+        Raises:
+            ValueError: it does not.
+        """
+        most = getattr(self._scheduler, "total_steps", None)
+        if most is None or epochs is None or self._scheduler is None:
+            return
+        per_epoch = -(-num_samples // self._batch_size)
+        needed = self._scheduler.last_epoch + int(per_epoch * epochs)
+        rule = f"must be at least {needed}: {epochs:g} epochs of ceil({num_samples} samples / {self._batch_size}) steps"
+        require(most >= needed, f"total_steps of {type(self._scheduler).__name__}", most, rule)
 
     def factor(self, epoch: float) -> float:
         """Returns the factor on the learning rates after `epoch` epochs (fractional); 1 with a scheduler.

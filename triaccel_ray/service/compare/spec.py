@@ -44,7 +44,7 @@ class ComparisonSpec:
             rule = f"must be one of {', '.join(known)}; --fixed N adds the best of N fixed settings"
             require(method in known, "method", method, rule)
         alone = [method for method in self.all_methods if method in BASELINES]
-        rule = f"{', '.join(alone)} train in one process; leave it out, or give --methods without them"
+        rule = f"must be left out for methods that train in one process, or give --methods without {', '.join(alone)}"
         require(not (alone and self.base.is_distributed), "gpus", self.base.gpus, rule)
 
     @property
