@@ -168,7 +168,7 @@ class FaultKind(StrEnum):
     ACTIVATIONS_KEPT = "activations_kept"
     """Blocks that should be checkpointed keep their activations."""
     CURVATURE_OFF = "curvature_off"
-    """Curvature cannot be measured: it is off from now on, and earlier measurements stay in effect."""
+    """Curvature cannot be measured: from now on it is off, and neither precision nor learning rates follow it."""
     CURVATURE_FALLBACK = "curvature_fallback"
     """Curvature of some layers takes one pass of the whole model per sample, and is slower."""
     CURVATURE_WAITS = "curvature_waits"
