@@ -17,8 +17,6 @@ _DECIDE_AFTER = 3
 """Steps between observation and decision on a GPU: while the device computes them, the host reads and decides."""
 RECORD_AFTER = 8
 """Steps after which a tick is recorded: by then the host is ahead of the device, which does not have to wait."""
-
-
 _LOGGER = logging.getLogger("triaccel_ray")
 _EXPECTED = (FaultKind.COMPILED, FaultKind.PRECISION_REFUSED, FaultKind.NOT_A_LAYER, FaultKind.CURVATURE_WAITS)
 """Kinds of faults that most runs have."""
