@@ -19,6 +19,7 @@ from triaccel_ray.records.plan import FaultKind, Precision
 
 OPTIMIZERS: dict[str, Any] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, fused=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
 }
 EVERY = pytest.mark.parametrize("kind", OPTIMIZERS)
