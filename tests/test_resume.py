@@ -27,7 +27,14 @@ from tests.build import (
     values,
 )  # fmt: skip
 from triaccel_ray.baseline import BaselineLoop
-from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, LossScaleConfig, PrecisionConfig
+from triaccel_ray.config import (
+    BatchConfig,
+    ControlConfig,
+    CurvatureConfig,
+    ExecutionConfig,
+    LossScaleConfig,
+    PrecisionConfig,
+)
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.records.checkpoint import load_checkpoint, save_checkpoint
@@ -180,6 +187,21 @@ def test_every_way_of_measuring_curvature_resumes(method: Any, tmp_path: Path) -
     curvature = replace(CONFIG.curvature, method=method, top_k=2)
     changes = {"curvature": curvature, "batch": replace(CONFIG.batch, lr_rule="linear")}
     assert_resumes(lambda seed: control_loop(seed, "sgd", **changes), 8, tmp_path / "checkpoint.pt")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"execution": ExecutionConfig(activations="recompute")},
+        {"batch": replace(CONFIG.batch, accumulate=2)},
+        {"weights": "split"},
+        {"weights": "split", "step_in_backward": True, "optimizer_state": "8bit"},
+    ],
+    ids=["recompute", "accumulate", "split", "lean"],
+)
+def test_every_way_to_save_memory_resumes(changes: dict[str, Any], tmp_path: Path) -> None:
+    make = partial(control_loop, optimizer="adamw fused", **changes)
+    assert_resumes(make, 13, tmp_path / "checkpoint.pt")
 
 
 @pytest.mark.parametrize("method", ["fp32", "amp"])
