@@ -33,7 +33,7 @@ def num_ranks(folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("compare", "--methods", "engine-fp32,triaccel", "--seeds", "1"), {"engine-fp32": 2, "triaccel": 2}),
+        (("compare", "--methods", "engine-amp,triaccel", "--seeds", "1"), {"engine-amp": 2, "triaccel": 2}),
         (("search", "--trials", "1", "--margin", "100"), {"fp32": 1, "amp": 1, "trial-000": 2}),
     ],
     ids=["compare", "search"],
