@@ -64,12 +64,12 @@ class SampleSchedule:
         Raises:
             ValueError: it does not.
         """
-        most = getattr(self._scheduler, "total_steps", None)
-        if most is None or epochs is None or self._scheduler is None:
+        if self._scheduler is None or epochs is None:
             return
         per_epoch = -(-num_samples // self._batch_size)
         needed = self._scheduler.last_epoch + int(per_epoch * epochs)
         rule = f"must be at least {needed}: {epochs:g} epochs of ceil({num_samples} samples / {self._batch_size}) steps"
+        most = getattr(self._scheduler, "total_steps", needed)
         require(most >= needed, f"total_steps of {type(self._scheduler).__name__}", most, rule)
 
     def factor(self, epoch: float) -> float:
