@@ -15,6 +15,7 @@ from triaccel_ray.apply.precision import DTYPES, LayerPrecision
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import replay
 from triaccel_ray.loop import ControlLoop
+from triaccel_ray.measure.memory import CudaMemory
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.events import Tick
 from triaccel_ray.records.plan import FaultKind, Precision
@@ -138,7 +139,22 @@ def test_a_budget_is_kept_as_nvml_sees_it_and_an_out_of_memory_error_is_survived
     assert any(fault.kind is FaultKind.OUT_OF_MEMORY for fault in faults)
     assert loop.plan.batch_size < 1024
     assert loop.memory.peak_bytes <= budget
-    torch.cuda.set_per_process_memory_fraction(1.0)
+    loop.close()
+
+
+def test_a_users_cap_holds_within_a_budget_and_after_it() -> None:
+    device = torch.device("cuda", 0)
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(0.25)
+    given = pytest.approx(0.25)
+    left_open = CudaMemory(device, total // 8)
+    assert torch.cuda.get_per_process_memory_fraction() < 0.125
+    for budget in (None, total // 2, total):
+        memory = CudaMemory(device, budget)
+        assert torch.cuda.get_per_process_memory_fraction() == given
+        memory.close()
+    left_open.close()
+    assert torch.cuda.get_per_process_memory_fraction() == given
 
 
 _NEIGHBOUR = """

@@ -94,7 +94,7 @@ def test_a_process_that_shares_a_device_is_held_to_its_part_from_then_on() -> No
         memory.require_room()
         assert memory.limit_bytes == part
     finally:
-        CudaMemory(device, None)  # lifts the cap
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.mark.gpu

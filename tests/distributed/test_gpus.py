@@ -15,6 +15,7 @@ from tests.distributed.training import assert_close, fixed, listed, trained_on_i
 from tests.distributed.worker_pool import WorkerPool
 from triaccel_ray.config import ControlConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.decide import replay
+from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.plan import FaultKind
 
@@ -29,6 +30,32 @@ def workers() -> Iterator[WorkerPool]:
     workers = WorkerPool(2, "nccl")
     yield workers
     workers.close()
+
+
+def ended(rank: int) -> list[str]:
+    """The errors of collectives in a group that Ray Train has ended, because it grows or has lost a rank."""
+    ranks, tensor = Ranks.found(), torch.ones(8, device="cuda")
+    ranks.start_sum([tensor])()
+    torch.cuda.synchronize()
+    distributed.destroy_process_group()
+    found = []
+    for collective in (
+        lambda: ranks.start_sum([tensor])(),
+        lambda: ranks.stack(tensor),
+        lambda: ranks.broadcast_([tensor]),
+        lambda: ranks.broadcast_from(0, tensor),
+    ):
+        try:
+            collective()
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_collectives_in_a_group_that_was_ended_have_lost_a_rank(workers: WorkerPool) -> None:
+    for errors in workers.run(2, ended):
+        assert len(errors) == 4
+        assert all(error.startswith("LostRankError: another rank was lost: ") for error in errors), errors
 
 
 UNCOMPILED = replace(fixed(12), execution=ExecutionConfig(compile="off"))

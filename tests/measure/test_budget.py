@@ -5,12 +5,19 @@ from triaccel_ray.measure.budget import Limits, Probe, limits_within, predicted_
 MIB = 2**20
 
 
-def probe(num_samples: int, seconds: float = 0.0) -> Probe:
-    """10 MiB and 40 more for each sample."""
-    return Probe(num_samples=num_samples, num_bytes=(10 + 40 * num_samples) * MIB, seconds=seconds)
+def probe(num_samples: int, limits: Limits) -> Probe:
+    """10 MiB and 40 more for each sample; 8 s for the result, and 1 s for each pass and each sample in it."""
+    at_once = limits.chunk_samples or num_samples
+    num_passes = num_samples // at_once
+    seconds = 8.0 + num_passes * (1.0 + at_once)
+    return Probe(num_samples=at_once, num_bytes=(10 + 40 * at_once) * MIB, seconds=seconds, num_passes=num_passes)
 
 
-PAIR = [probe(2, 3.0), probe(4, 5.0)]
+def taking(num_samples: int, seconds: float) -> Probe:
+    return Probe(num_samples=num_samples, num_bytes=1, seconds=seconds)
+
+
+PAIR = [taking(2, 3.0), taking(4, 5.0)]
 
 
 @pytest.mark.parametrize(
@@ -53,10 +60,15 @@ def test_one_sample_is_probed_where_four_would_not_fit(
     assert limits.chunk_samples in (1, 2)
 
 
+def test_a_pass_of_one_sample_is_timed_without_the_result() -> None:
+    _, probes = limits_within(100 * MIB, probe, bytes_of_two=51 * MIB, num_samples=32, most_samples=32, kept_bytes=None)
+    assert predicted_seconds(probes, samples_at_once=1, num_passes=32) == 32 * (8 + 2 * 2) / 2
+
+
 def test_time_grows_with_samples_and_passes() -> None:
     assert predicted_seconds(PAIR, samples_at_once=32, num_passes=1) == 33.0
     assert predicted_seconds(PAIR, samples_at_once=2, num_passes=3) == 15.0  # as long as four take
-    assert predicted_seconds([probe(1, 0.5)], samples_at_once=4, num_passes=2) == 4.0
-    assert predicted_seconds([probe(2, 3.0), probe(4, 2.9)], samples_at_once=32, num_passes=1) == 2.9
+    assert predicted_seconds([taking(1, 0.5)], samples_at_once=4, num_passes=2) == 4.0
+    assert predicted_seconds([taking(2, 3.0), taking(4, 2.9)], samples_at_once=32, num_passes=1) == 2.9
     twice = Probe(num_samples=1, num_bytes=1, seconds=1.0, num_passes=2)
     assert predicted_seconds([twice], samples_at_once=1, num_passes=10) == 5.0

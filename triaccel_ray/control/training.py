@@ -166,6 +166,7 @@ class Training:
     def remove(self) -> None:
         """Restores the model's own forward functions and frees the graphs' memory; tries each even if one fails."""
         with contextlib.ExitStack() as stack:
+            stack.callback(self.memory.close)
             stack.callback(self.statistics.mend)
             stack.callback(self.sampler.close)
             stack.callback(self.precision.remove)

@@ -1,4 +1,4 @@
-"""GPU memory of a process: less of it outside tensors, and the peak of what tensors take."""
+"""GPU memory of a process: less of it outside tensors, the peak of what tensors take, and a cap on that."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -56,6 +56,32 @@ def peak_of_tensors(device: torch.device) -> Iterator[list[int]]:
     before = torch.cuda.memory_allocated(device)
     yield peak
     peak[0] = torch.cuda.max_memory_allocated(device) - before
+
+
+class AllocatorCap:
+    """Caps the share of a GPU's memory that this process allocates, within the cap that a user has set.
+
+    Ends with `remove`. A cap in force that another AllocatorCap has set is no user's: it may be left from a loop that
+    was never closed.
+    """
+
+    _set: ClassVar[dict[str, tuple[float, float]]] = {}
+    """By the UUID of a GPU: the share last set here, and that before any was."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._uuid = device, str(torch.cuda.get_device_properties(device).uuid)
+        self._before = torch.cuda.get_per_process_memory_fraction(device)
+        ours, users = self._set.get(self._uuid, (None, 1.0))
+        self._most = users if self._before == ours else self._before
+
+    def set(self, share: float) -> None:
+        """Sets the cap to `share` in [0, 1], at most the user's."""
+        torch.cuda.set_per_process_memory_fraction(min(share, self._most), self._device)
+        self._set[self._uuid] = torch.cuda.get_per_process_memory_fraction(self._device), self._most
+
+    def remove(self) -> None:
+        """Restores the cap that was in force before."""
+        self.set(self._before)
 
 
 def _set_allocator(settings: str) -> None:

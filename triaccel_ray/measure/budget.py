@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _LEAST_BUDGET = 32 * 2**20
 """Smallest budget in bytes. Below it chunks cost more than they save: the allocator's segments are as large."""
@@ -13,9 +13,10 @@ _LEAST_BLOCK = 8 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Cost of measuring a few samples at once."""
+    """Cost of measuring a few samples."""
 
     num_samples: int
+    """Samples that pass through the model at once."""
     num_bytes: int
     """Peak bytes of the tensors."""
     seconds: float = 0.0
@@ -38,7 +39,7 @@ class Limits:
 
 def limits_within(
     budget_bytes: int | None,
-    probe: Callable[[int], Probe],
+    probe: Callable[[int, Limits], Probe],
     *,
     bytes_of_two: int,
     num_samples: int,
@@ -47,11 +48,13 @@ def limits_within(
 ) -> tuple[Limits, list[Probe]]:
     """Returns the limits under which a measurement fits a budget, and the probes behind them, empty if none was needed.
 
-    Probes two samples and four, or one if four would exceed the budget. Peaks are extrapolated linearly.
+    Probes two samples and four. If four would exceed the budget: the memory of one, then the time of two that pass one
+    by one, so that each of their many passes is not taken to be as long as a whole measurement of one. Peaks are
+    extrapolated linearly.
 
     Args:
         budget_bytes: what the tensors may take at their peak; None: no bound.
-        probe: measures so many samples at once.
+        probe: measures so many samples under such limits.
         bytes_of_two: what two samples have taken before.
         num_samples: of the measurement.
         most_samples: at once, for other reasons.
@@ -60,7 +63,8 @@ def limits_within(
     if budget_bytes is None or num_samples <= 4:
         return Limits(chunk_samples=most_samples if most_samples < num_samples else None), []
     budget = max(budget_bytes, _LEAST_BUDGET)
-    probes = [probe(size) for size in ((2, 4) if 2 * bytes_of_two <= budget else (1,))]
+    at_once = Limits()
+    probes = [probe(size, at_once) for size in ((2, 4) if 2 * bytes_of_two <= budget else (1,))]
     block = min(max(budget // 8, _LEAST_BLOCK), Limits.block_bytes)
     per_sample = max(_slope(probes, [float(each.num_bytes) for each in probes]), 1.0)
     fixed = max(probes[0].num_bytes - probes[0].num_samples * per_sample, 0.0)
@@ -69,8 +73,10 @@ def limits_within(
     kept = kept_bytes or budget // 3
     fitting = max(1, min(most_samples, int((budget - kept - fixed) / per_sample)))
     num_chunks = -(-num_samples // fitting)
-    chunk = -(-num_samples // num_chunks)
-    return Limits(chunk_samples=chunk, kept_bytes=max(kept, block), block_bytes=block), probes
+    limits = Limits(chunk_samples=-(-num_samples // num_chunks), kept_bytes=max(kept, block), block_bytes=block)
+    if len(probes) == 1:
+        probes = [probe(2, replace(limits, chunk_samples=1))]
+    return limits, probes
 
 
 def predicted_seconds(probes: Sequence[Probe], *, samples_at_once: int, num_passes: int) -> float:

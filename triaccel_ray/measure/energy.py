@@ -1,4 +1,4 @@
-"""Energy that a GPU consumes, by NVML's counter."""
+"""NVML, the library of NVIDIA's driver that measures GPUs, and the energy that one consumes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 import pynvml
 import torch
-
-from triaccel_ray.measure.memory import nvml_handle
 
 
 def energy_counter(device: torch.device) -> Callable[[], float]:
@@ -27,3 +25,9 @@ def board_joules(handle: Any) -> float:
         return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3  # mJ
     except pynvml.NVMLError:
         return math.nan
+
+
+def nvml_handle(device: torch.device) -> Any:
+    """Returns NVML's handle of the GPU, found by its UUID, so that CUDA_VISIBLE_DEVICES does not matter."""
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")

@@ -15,7 +15,9 @@ import psutil
 import pynvml
 import torch
 
+from triaccel_ray.cuda.allocator import AllocatorCap
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError
+from triaccel_ray.measure.energy import nvml_handle
 from triaccel_ray.records.signals import MemorySignal
 
 MIB = 2**20
@@ -130,6 +132,10 @@ class MemoryMeter(ABC):
 
     def check(self) -> None:
         """Raises BudgetExceededError if an explicit budget is exceeded and the device does not enforce it itself."""
+        return
+
+    def close(self) -> None:
+        """Restores the cap on the process that was in force before, if the device enforces the budget."""
         return
 
     def raise_peaks(self, peak_bytes: int, allocated_peak_bytes: int) -> None:
@@ -249,7 +255,7 @@ class CudaMemory(MemoryMeter):
 
     def __init__(self, device: torch.device, budget_bytes: int | None, headroom_bytes: int | None = None) -> None:
         """Creates the CUDA context, and sets the cap."""
-        self._device = device
+        self._device, self._cap = device, AllocatorCap(device)
         self.name, self._handle = torch.cuda.get_device_properties(device).name, nvml_handle(device)
         torch.zeros(1, device=device)  # creates the context, so that the first sample includes it
         self._reset_peak()
@@ -261,6 +267,10 @@ class CudaMemory(MemoryMeter):
         """Turns a headroom into a budget, and keeps `LAZY_LOADING_BYTES` of it free until the first reading."""
         super().require_room()
         self._enforce(reserve_bytes=LAZY_LOADING_BYTES)
+
+    def close(self) -> None:
+        """Restores the cap on the process that was in force before."""
+        self._cap.remove()
 
     def trim(self) -> None:
         """Returns the allocator's unused blocks to the driver."""
@@ -316,7 +326,7 @@ class CudaMemory(MemoryMeter):
             left = max(room - torch.cuda.memory_reserved(self._device), 0)
             total = torch.cuda.get_device_properties(self._device).total_memory
             share = min((room - min(reserve_bytes, left // 2)) / total, 1.0)
-        torch.cuda.set_per_process_memory_fraction(share, self._device)
+        self._cap.set(share)
 
 
 def memory_meter(
@@ -326,12 +336,6 @@ def memory_meter(
     if device.type == "cuda":
         return CudaMemory(device, budget_bytes, headroom_bytes)
     return ResidentMemory(budget_bytes, headroom_bytes)
-
-
-def nvml_handle(device: torch.device) -> Any:
-    """Returns NVML's handle of the GPU, found by its UUID, so that CUDA_VISIBLE_DEVICES does not matter."""
-    pynvml.nvmlInit()
-    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
 def mib(num_bytes: int) -> str:

@@ -178,7 +178,7 @@ class CurvatureMeter:
         try:
             self._limits, probes = limits_within(
                 budget_bytes,
-                lambda size: self._probe(objective.part(slice(0, size))),
+                lambda size, limits: self._probe(replace(objective.part(slice(0, size)), limits=limits)),
                 bytes_of_two=self._bytes_of_two,
                 num_samples=objective.num_samples,
                 most_samples=min(self._largest_chunk or objective.num_samples, objective.num_samples),
@@ -319,7 +319,7 @@ class CurvatureMeter:
             return self._method.measure(objective, generator, num_iterations)
 
     def _probe(self, objective: Objective) -> Probe:
-        """Returns the peak memory and the time of measuring these samples on a GPU."""
+        """Returns the peak memory and the time of measuring these samples on a GPU, under the objective's limits."""
         self._measure_apart(objective)  # warm-up: libraries allocate workspaces at their first call
         synchronize(self._device)
         began = time.perf_counter()
@@ -327,7 +327,8 @@ class CurvatureMeter:
             self._measure_apart(objective)
         synchronize(self._device)
         seconds, num_passes = time.perf_counter() - began, self._method.num_passes(objective, 1)
-        return Probe(num_samples=objective.num_samples, num_bytes=peak[0], seconds=seconds, num_passes=num_passes)
+        at_once = objective.parts()[0].num_samples
+        return Probe(num_samples=at_once, num_bytes=peak[0], seconds=seconds, num_passes=num_passes)
 
     def _measure_apart(self, objective: Objective) -> None:
         """Makes a measurement of one iteration that keeps only the model's structure and fallbacks."""
