@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
-from typing import Any
 
 import psutil
 import pynvml
