@@ -32,6 +32,7 @@ from torch import Tensor
 
 from benchmarks.jobs import SIZES, Job, installed, job_of, model_name
 from benchmarks.processes import has_gpus, parser_of, print_all, run_apart
+from triaccel_ray.cuda.allocator import use_lean_memory
 from triaccel_ray.data.sampler import epoch_order
 from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.model.pytree import map_tensors
@@ -160,7 +161,6 @@ def loss_of(job: Job, forward: Any, inputs: Any, targets: Tensor) -> Tensor:
 def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
     """Returns a function that makes a step, one that returns the last step's loss, and the loop with its ticks."""
     from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, ExecutionConfig, PrecisionConfig
-    from triaccel_ray.cuda.allocator import use_lean_memory
 
     most = max(job.batch_size, 512)
     config = ControlConfig(batch=BatchConfig(enabled=False, minimum=job.batch_size, start=job.batch_size, maximum=most))
@@ -175,7 +175,6 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
         )  # fmt: skip
     data = Samples(job) if isinstance(job.inputs, dict) else (job.inputs, job.targets)
     ticks: list[Any] = []
-    use_lean_memory(torch.device("cuda"))  # as the service's processes do
     loop = ControlLoop(job.model, optimizer_of(job), job.loss, data, config=config, on_tick=ticks.append)
     before = [torch.zeros((), device="cuda"), torch.zeros((), device="cuda")]
 
@@ -191,6 +190,7 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
 
 def run(name: str, method: str, num_steps: int, seed: int) -> dict[str, Any]:
     """Trains one model with one method and returns the measurements."""
+    use_lean_memory(torch.device("cuda", 0))  # as the service's processes do; any program may
     began, memory = time.perf_counter(), memory_meter(torch.device("cuda", 0))
     job = job_of(name, seed)
     torch.cuda.synchronize()

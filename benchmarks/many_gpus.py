@@ -49,6 +49,7 @@ from benchmarks.any_model import batches, loss_of, optimizer_of, ours
 from benchmarks.jobs import SIZES, Job, installed, job_of
 from benchmarks.processes import has_gpus, parser_of
 from triaccel_ray.apply.reduce import MOST_RANKS_IN_16_BITS
+from triaccel_ray.cuda.allocator import use_lean_memory
 from triaccel_ray.measure.timing import synchronize
 
 METHODS = ("ddp", "ddp-bf16", "loop", "bare", "sharded", "sharded-split", "sharded-8bit")
@@ -101,6 +102,7 @@ def measure(rank: int, run: Run, folder: str) -> None:
     """Trains on one of the GPUs; rank 0 writes the figures to a file in `folder`."""
     num_gpus, batch_size = run.num_gpus, SIZES[run.model] * run.num_gpus
     torch.cuda.set_device(run.first_gpu + rank)
+    use_lean_memory(torch.device("cuda"))
     if num_gpus > 1:
         store = f"file://{folder}/store"
         distributed.init_process_group("nccl", init_method=store, rank=rank, world_size=num_gpus)
