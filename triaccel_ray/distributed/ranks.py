@@ -98,7 +98,7 @@ class Ranks:
             flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         with _naming_lost_ranks():
             for part in flat.split(BROADCAST_BYTES):
-                dist.broadcast(part, src=0, group=self._host_group)
+                dist.broadcast(part, group=self._host_group, group_src=0)
         return flat.numpy().tobytes()
 
     def require_equal(self, what: str, value: Any) -> None:
@@ -154,7 +154,7 @@ class Ranks:
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         as_bytes = flat.view(torch.uint8)  # any dtype, booleans too
         with self._naming_lost_ranks_on_devices():
-            dist.broadcast(as_bytes, src=0, group=self._group)
+            dist.broadcast(as_bytes, group=self._group, group_src=0)
         for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
 
@@ -172,7 +172,7 @@ class Ranks:
         """Writes one rank's contiguous tensor on the device to that of every other rank."""
         if not self.is_alone:
             with self._naming_lost_ranks_on_devices():
-                dist.broadcast(tensor, src=rank, group=self._group)
+                dist.broadcast(tensor, group=self._group, group_src=rank)
 
     def start_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
         """Starts to replace each tensor, contiguous and on the device, by its sum over ranks.
