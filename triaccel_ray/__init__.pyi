@@ -24,6 +24,7 @@ from triaccel_ray.records.checkpoint import load_checkpoint as load_checkpoint
 from triaccel_ray.records.checkpoint import save_checkpoint as save_checkpoint
 from triaccel_ray.records.events import EventLog as EventLog
 from triaccel_ray.records.events import LogError as LogError
+from triaccel_ray.records.events import Tick as Tick
 from triaccel_ray.records.events import read_events as read_events
 from triaccel_ray.records.plan import Plan as Plan
 from triaccel_ray.records.plan import Precision as Precision

@@ -25,7 +25,7 @@ def test_captured_steps_equal_eager_ones(level: Precision, make: Any) -> None:
     loops = [loop_of(m, fixed(level, capture=c), make) for m, c in zip(models, (True, False), strict=True)]
     for loop in loops:
         loop.train_epoch()
-    assert loops[0].sensors._faults == []
+    assert [fault for fault in loops[0].sensors._faults if fault.kind is not FaultKind.COMPILED] == []
     assert loops[0]._training.steps.num_captured == 1
     assert loops[1]._training.steps.num_captured == 0
     # Both do the same arithmetic, but atomics in cuDNN's weight gradients may add in another order, and each of the ten
@@ -57,7 +57,9 @@ def test_a_model_is_laid_out_in_channels_last_memory_and_norms_that_meet_another
     faults = faults_of(ticks)
     found = [(fault.kind, fault.phase, fault.step) for fault in faults if "channels_last" in fault.detail]
     assert found == [(FaultKind.FUSION_REFUSED, "fuse", 0)] * contiguous
-    assert len(faults) == len(found)
+    told = [fault.detail for fault in faults if fault.kind is FaultKind.COMPILED]
+    assert told == ["not compiled: its 1 batch norms are fused with what follows them, which is faster"]
+    assert len(faults) == len(found) + 1
     assert loop._training.steps.num_captured == 1
 
 
