@@ -142,6 +142,32 @@ def test_a_budget_is_kept_as_nvml_sees_it_and_an_out_of_memory_error_is_survived
     loop.close()
 
 
+def test_a_budget_that_is_too_small_is_told_the_least_and_that_suffices() -> None:
+    def trained(budget: int | None) -> ControlLoop:
+        torch.manual_seed(0)
+        model = _conv_net(64).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        config = _config(start=8, minimum=8, maximum=8)
+        loop = ControlLoop(
+            model, optimizer, nn.functional.cross_entropy, _data(64, 512), config=config, memory_budget=budget
+        )
+        try:
+            for _ in range(8):
+                loop.step()
+        finally:
+            loop.close()
+        return loop
+
+    idle = trained(None).memory.idle_bytes
+    with pytest.raises(torch.OutOfMemoryError, match=r"memory ran out.* Give [0-9]+ MiB or more") as raised:
+        trained(idle + 240 * 2**20)
+    least = int(str(raised.value).split("Give ")[1].split(" MiB")[0]) * 2**20
+    assert least > idle + 240 * 2**20
+    del raised
+    loop = trained(least + 2**20)
+    assert loop.memory.peak_bytes <= least + 2**20
+
+
 def test_a_users_cap_holds_within_a_budget_and_after_it() -> None:
     device = torch.device("cuda", 0)
     total = torch.cuda.get_device_properties(device).total_memory

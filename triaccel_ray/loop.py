@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,8 +172,9 @@ class ControlLoop(EpochLoop):
         indices = self.sampler.take(plan.batch_size)
         timer.begin()
         shares = self.sampler.last_batch
-        with explaining_errors(self._training):
-            faults = self._training.steps.run(indices, scale, step=self.num_steps, shares=shares)
+        run = partial(self._training.steps.run, indices, scale, step=self.num_steps, shares=shares)
+        with explaining_errors(self._training, None if self.num_steps else run):
+            faults = run()
         timer.end(counts=shares.num_samples == plan.batch_size)
         self._schedule.advance(self.sampler)
         self.sensors.record_faults(faults)

@@ -40,6 +40,9 @@ def test_a_batch_that_does_not_fit_is_recomputed_then_planned(pass_ms: float, mo
     assert run.num_failures == 1
     assert device.step_ms(run.plan) <= most * run.best_ms()
     assert run.num_changes(last=10) == 0
+    memory = run.log[-1][1].state.memory
+    assert memory.predicted_bytes == pytest.approx(device.peak_bytes(run.plan), rel=0.05)  # it stays for the log
+    assert memory.predicted_ms == pytest.approx(device.step_ms(run.plan), rel=0.05)
     text = reasons_of(run, ReasonCode.MEMORY_PLAN)[1]
     assert text.startswith("memory plan: ")
     assert "GiB and" in text

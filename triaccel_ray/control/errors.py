@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -11,7 +12,7 @@ from triaccel_ray.apply.agreement import PeerOutOfMemoryError
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.control.training import Training
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
-from triaccel_ray.measure.memory import mib
+from triaccel_ray.measure.memory import LAZY_LOADING_BYTES, mib
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.records.signals import Observation
 
@@ -40,8 +41,11 @@ def require_finite(config: ControlConfig, observation: Observation) -> None:
 
 
 @contextlib.contextmanager
-def explaining_errors(training: Training) -> Iterator[None]:
-    """Adds to an error of the step inside what would help: if memory has run out, or code takes no 16-bit tensors."""
+def explaining_errors(training: Training, again: Callable[[], object] | None = None) -> Iterator[None]:
+    """Adds to an error of the step inside what would help: if memory has run out, or code takes no 16-bit tensors.
+
+    `again` makes the step once more, without the budget, to find the least one; None if it is not the first step.
+    """
     try:
         yield
     except (RuntimeError, MemoryError, TypeError) as error:
@@ -53,10 +57,32 @@ def explaining_errors(training: Training) -> Iterator[None]:
             raise
         if isinstance(error, PeerOutOfMemoryError):
             raise
-        advice = ", or set ".join(filter(None, ["Give more memory", " or ".join(training.unused_savings)]))
+        traceback.clear_frames(error.__traceback__)  # they hold the attempt's tensors
+        least = _least_bytes(training, again)
+        wanted = "Give more memory" if least is None else f"Give {mib(least)} or more"
+        advice = ", or set ".join(filter(None, [wanted, " or ".join(training.unused_savings)]))
         text = (
             f"memory ran out, and smaller micro-batches could not help: {first_line(error).rstrip('.')}. The "
             f"{'memory budget' if memory.has_budget else 'memory'} of {memory.name} is {mib(memory.limit_bytes)}, of "
             f"which the process held {mib(memory.idle_bytes)} before the first batch. {advice}"
         )
         raise (MemoryError(text) if type(error) is MemoryError else torch.OutOfMemoryError(text)) from error
+
+
+def _least_bytes(training: Training, again: Callable[[], object] | None) -> int | None:
+    """Returns the least memory budget of a GPU with which the first step fits; None if unknown.
+
+    It makes the step without the budget, and so exceeds it for a moment.
+    """
+    memory = training.memory
+    if again is None or not memory.has_budget or not training.ranks.is_alone or training.device.type == "cpu":
+        return None
+    training.make_room()
+    memory.close()
+    memory.begin_window()
+    try:
+        again()
+    except (RuntimeError, MemoryError):
+        return None
+    memory.refresh_peaks()
+    return memory.window_peak_bytes + LAZY_LOADING_BYTES

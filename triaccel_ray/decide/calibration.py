@@ -86,7 +86,7 @@ def compare(observation: Observation, state: MemoryState) -> tuple[MemoryState, 
     """
     step_ms, plan, profile, failed = observation.step_ms, observation.plan, observation.profile, state.failed
     peak, peak_before, ms_before = observation.memory.window_peak_bytes, state.predicted_bytes, state.predicted_ms
-    if peak_before is None:
+    if peak_before is None or state.is_compared:
         return state, ()
     if _ran_short(observation):
         return _after_shortage(observation, state, peak_before), ()
@@ -101,7 +101,7 @@ def compare(observation: Observation, state: MemoryState) -> tuple[MemoryState, 
         )
     if ms_before is not None and abs(step_ms - ms_before) > _MS_TOLERANCE * ms_before:
         reasons.append(_mispredicted(f"step {step_ms:.1f} ms, predicted {ms_before:.1f}", step_ms, ms_before))
-    state = replace(state, predicted_bytes=None, predicted_ms=None)
+    state = replace(state, is_compared=True)
     if profile is not None and failed is not None and not is_tight(observation.memory):
         taken = bytes_of(profile, Stored.under(plan), plan)
         is_as_large = taken >= bytes_of(profile, failed, plan)

@@ -98,7 +98,7 @@ def decide_storage(
     if mode != "auto":
         return MemoryDecision(storage=storage_of_all(mode, observation.regions), state=state)
     state = forget_shortage(observation.memory, _after_tick(state))
-    if state.predicted_bytes is not None and observation.apply_fault is not None:
+    if state.predicted_bytes is not None and not state.is_compared and observation.apply_fault is not None:
         state = _held(config, state)
     state, reasons = compare(observation, state)
     unchanged = MemoryDecision(storage=plan.storage, state=state, reasons=reasons)
@@ -311,6 +311,7 @@ def _changed(observation: Observation, unchanged: MemoryDecision, chosen: Memory
             unchanged.state,
             predicted_ms=prediction.ms,
             predicted_bytes=prediction.peak_bytes,
+            is_compared=False,
             examined_bytes=None,
         ),
         reasons=(*unchanged.reasons, _plan_reason(observation, stored, why, prediction)),

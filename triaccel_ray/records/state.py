@@ -110,9 +110,11 @@ class MemoryState:
     """State of the memory plan."""
 
     predicted_ms: float | None = None
-    """Predicted milliseconds of a step under the last plan, until it is compared; None if it was not predicted."""
+    """Predicted milliseconds of a step under the plan in force; None if it was not predicted."""
     predicted_bytes: int | None = None
-    """Predicted peak of the process under the last plan, until it is compared; None if there is nothing to compare."""
+    """Predicted peak of the process under the plan in force; None if it was not predicted, or memory ran short."""
+    is_compared: bool = False
+    """Whether the prediction has been compared with what was measured."""
     failed: Stored | None = None
     """The last plan under which memory ran short, until one that takes as much does not."""
     cap_ticks_left: int = 0

@@ -9,6 +9,7 @@ from tests.service.build import CONTROL, SimulatedRun
 from tests.service.records import RUN_SPEC
 from triaccel_ray.records.events import End, Throughput
 from triaccel_ray.records.plan import Fault, FaultKind, Storage
+from triaccel_ray.service.report.figures import batch_sizes
 from triaccel_ray.service.report.run import batch_grid
 from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.record import RunRecord, read_run
@@ -61,13 +62,24 @@ def test_the_table_is_in_order_and_a_star_marks_the_efficient_size(run: RunRecor
 def test_the_report_ends_with_the_command_that_trains_at_that_size(run: RunRecord, tmp_path: Path) -> None:
     view = view_at(StoragePath(str(run.folder)))
     assert view.command == f"triaccel run --from {run.folder} --batch-size 256 --lr 0.1633 --adapt-batch off"
-    _, advice, notes, _ = view.parts
+    _, advice, notes, _, picture = view.parts
     sentence, command = advice.splitlines()
     assert command == view.command
     assert "A batch of 256 is efficient: 98.0% of the best samples/s." in sentence
     assert "Its learning rate is 0.1633 (lr_rule sqrt, from 0.1 at batch 96)" in sentence
     assert notes == "capture_failed (capture): the loss reads a file"
     assert f"triaccel tune-batch --from {run.folder}" in view.page.read_text()
+    assert isinstance(picture, Path)
+    assert picture.name == "batch_sizes.png"
+
+
+def test_the_curve_shows_the_sizes_that_fit_and_the_efficient_one(run: RunRecord) -> None:
+    sizes = [*run.throughputs, timed(1024, None)]
+    (axes,) = batch_sizes(sizes).axes
+    curve, efficient = axes.lines[:2]
+    assert curve.get_xydata().tolist() == [[32, 4000.0], [128, 8000.0], [256, pytest.approx(9800)], [512, 10_000.0]]
+    assert efficient.get_xydata().tolist() == [[256, pytest.approx(9800)]]
+    assert axes.lines[2].get_ydata()[0] == pytest.approx(9700)
 
 
 @pytest.mark.parametrize(

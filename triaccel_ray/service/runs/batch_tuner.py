@@ -127,14 +127,17 @@ def lr_at(spec: RunSpec, batch_size: int) -> float:
 
 
 def _settle(loop: ControlLoop) -> tuple[Fault, ...]:
-    """Trains until a plan is kept, and returns the faults on the way; out-of-memory errors ask for another plan."""
+    """Trains until a plan is kept, and judged if it is to save time; returns the faults on the way.
+
+    An out-of-memory error asks for another plan, too.
+    """
     faults: tuple[Fault, ...] = ()
     for _ in range(_MAX_PLANS):
         plan = loop.plan
         for _ in range(_WARM_UP_STEPS):
             loop.step()
         faults += loop.tick().observation.faults
-        if loop.plan.steps_as(plan):
+        if loop.plan.steps_as(plan) and loop.state.throughput.change is None:
             break
     return faults
 
