@@ -1,14 +1,17 @@
 """`python -m benchmarks.memory_budget` trains models under memory budgets: what is kept, and what it costs.
 
 A line says which plan the loop found, the milliseconds and the peak that it predicted, and those measured over the last
-intervals. Budgets are MiB, or shares of the peak without a budget (below 1.5). Models, samples and optimizer are those
-of `any_model`.
+intervals. Budgets are MiB, or shares of the peak without a budget (below 1.5). `--sweep 10` takes ten, evenly from 1.1
+times the least to that peak; the least is what the loop says under one that is too small. Models, samples and optimizer
+are those of `any_model`.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from statistics import median
@@ -31,6 +34,8 @@ from triaccel_ray import (
 
 MIB = 2**20
 EVERY_STEPS = 20
+TOO_SMALL_MIB = 130
+"""A budget beyond the idle process that leaves room for libraries alone."""
 LONG_EPOCHS = 10_000.0
 """Length of the run that plans must pay for."""
 
@@ -56,6 +61,7 @@ def run(args: argparse.Namespace, budget_mib: int | None) -> dict[str, Any]:
         ticks.append(tick)
         faults.update(str(fault.kind) for fault in tick.observation.faults)
 
+    began = time.perf_counter()
     loop = ControlLoop(
         job.model,
         optimizer_of(job),
@@ -66,9 +72,15 @@ def run(args: argparse.Namespace, budget_mib: int | None) -> dict[str, Any]:
         epochs=LONG_EPOCHS,
         on_tick=note,
     )
-    for _ in range(args.steps):
-        loop.step()
+    try:
+        for _ in range(args.steps):
+            loop.step()
+    except torch.OutOfMemoryError as error:
+        if (found := re.search(r"Give (\d+) MiB", str(error))) is None:
+            raise
+        return {"model": args.model, "budget_mib": budget_mib, "least_mib": int(found[1]), "is_over": False}
     torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
     loop.memory.refresh_peaks()
     loop.close()
     times = [tick.observation.step_ms for tick in ticks if tick.observation.step_ms]
@@ -81,7 +93,8 @@ def run(args: argparse.Namespace, budget_mib: int | None) -> dict[str, Any]:
         "parts": loop.plan.num_micro_batches, "storage": dict(Counter(map(str, loop.plan.storage.values()))),
         "predicted_ms": memory.predicted_ms and round(memory.predicted_ms, 2),
         "predicted_mib": memory.predicted_bytes and memory.predicted_bytes >> 20,
-        "faults": dict(faults), "is_over": budget_mib is not None and loop.memory.peak_bytes > budget_mib * MIB,
+        "faults": dict(faults), "seconds": round(seconds, 1),
+        "is_over": budget_mib is not None and loop.memory.peak_bytes > budget_mib * MIB,
     }  # fmt: skip
 
 
@@ -90,6 +103,7 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="resnet152", choices=SIZES)
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.75, 0.5, 0.4])
+    parser.add_argument("--sweep", type=int, default=0, help="number of budgets in place of --budgets")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"))
     parser.add_argument("--steps", type=int, default=240)
     args = parser.parse_args()
@@ -98,12 +112,18 @@ def main() -> int:
     def measured() -> Iterator[dict[str, Any]]:
         found.append(run_apart(run, args, None))
         yield found[0]
-        for budget in args.budgets:
-            mib = budget if budget >= 1.5 else budget * found[0].get("peak_mib", 0)
-            found.append(run_apart(run, args, round(mib)))
+        peak = found[0].get("peak_mib", 0)
+        budgets = [budget if budget >= 1.5 else budget * peak for budget in args.budgets]
+        if args.sweep:
+            found.append(run_apart(run, args, found[0].get("idle_mib", 0) + TOO_SMALL_MIB))
+            yield found[-1]
+            least = 1.1 * found[-1].get("least_mib", found[-1].get("budget_mib", peak))
+            budgets = [least + (peak - least) * index / (args.sweep - 1) for index in range(args.sweep)]
+        for budget in budgets:
+            found.append(run_apart(run, args, round(budget)))
             yield found[-1]
 
-    return int(not has_gpus() or print_all(measured()) or any(each["is_over"] for each in found))
+    return int(not has_gpus() or print_all(measured()) or any(each.get("is_over") for each in found))
 
 
 if __name__ == "__main__":
