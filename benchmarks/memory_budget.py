@@ -31,6 +31,7 @@ from triaccel_ray import (
     PrecisionConfig,
     use_lean_memory,
 )
+from triaccel_ray.records.codec import encode
 
 MIB = 2**20
 EVERY_STEPS = 20
@@ -91,6 +92,7 @@ def run(args: argparse.Namespace, budget_mib: int | None) -> dict[str, Any]:
         "ms": round(median(times), 2) if times else None, "last_peak_mib": max(peaks) >> 20,
         "peak_mib": loop.memory.peak_bytes >> 20, "idle_mib": loop.memory.idle_bytes >> 20,
         "parts": loop.plan.num_micro_batches, "storage": dict(Counter(map(str, loop.plan.storage.values()))),
+        "form": "" if loop.state.form is None else [name for name, is_on in encode(loop.state.form).items() if is_on],
         "predicted_ms": memory.predicted_ms and round(memory.predicted_ms, 2),
         "predicted_mib": memory.predicted_bytes and memory.predicted_bytes >> 20,
         "faults": dict(faults), "seconds": round(seconds, 1),

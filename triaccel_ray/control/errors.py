@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import traceback
 from collections.abc import Callable, Iterator
 
@@ -23,6 +24,9 @@ _TO_FP32 = (
     "with PrecisionConfig(enabled=False, initial=Precision.FP32), --adapt-precision off --precision fp32. Split words "
     "are BF16 themselves: give weights='fp32' to code that reads them)"
 )
+
+_LEAST_MARGIN = 1.1
+"""What a batch is taken to need, relative to its peak without a budget: a cap fragments the allocator's memory."""
 
 
 class NonFiniteGradientsError(RuntimeError):
@@ -85,4 +89,5 @@ def _least_bytes(training: Training, again: Callable[[], object] | None) -> int 
     except (RuntimeError, MemoryError):
         return None
     memory.refresh_peaks()
-    return memory.window_peak_bytes + LAZY_LOADING_BYTES
+    batch_bytes = max(memory.window_peak_bytes - memory.idle_bytes, 0)
+    return memory.idle_bytes + math.ceil(_LEAST_MARGIN * batch_bytes) + LAZY_LOADING_BYTES
