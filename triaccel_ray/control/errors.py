@@ -90,4 +90,5 @@ def _least_bytes(training: Training, again: Callable[[], object] | None) -> int 
         return None
     memory.refresh_peaks()
     batch_bytes = max(memory.window_peak_bytes - memory.idle_bytes, 0)
-    return memory.idle_bytes + math.ceil(_LEAST_MARGIN * batch_bytes) + LAZY_LOADING_BYTES
+    least = memory.idle_bytes + math.ceil(_LEAST_MARGIN * batch_bytes) + LAZY_LOADING_BYTES
+    return least + training.sampler.source.streamed_bytes  # a larger budget has them on the device

@@ -104,7 +104,7 @@ class TensorSource(DataSource):
         else:
             return self._with(inputs, targets)
         streamed = DatasetSource(TensorDataset(self.inputs, self.targets), device)
-        streamed.streamed_because = reason
+        streamed.streamed_because, streamed.streamed_bytes = reason, self.inputs.nbytes + self.targets.nbytes
         streamed.views = self.views  # type: ignore[method-assign]  # a subclass may have its own
         return streamed
 
