@@ -190,7 +190,7 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
 
 def run(name: str, method: str, num_steps: int, seed: int) -> dict[str, Any]:
     """Trains one model with one method and returns the measurements."""
-    use_lean_memory(torch.device("cuda", 0))  # as the service's processes do; any program may
+    use_lean_memory(torch.device("cuda", 0))  # as the service's processes do; any program may call it
     began, memory = time.perf_counter(), memory_meter(torch.device("cuda", 0))
     job = job_of(name, seed)
     torch.cuda.synchronize()

@@ -1,9 +1,9 @@
 """`python -m benchmarks.memory_budget` trains models under memory budgets: what is kept, and what it costs.
 
 A line says which plan the loop found, the milliseconds and the peak that it predicted, and those measured over the last
-intervals. Budgets are MiB, or shares of the peak without a budget (below 1.5). `--sweep 10` takes ten, evenly from 1.1
-times the least to that peak; the least is what the loop says under one that is too small. Models, samples and optimizer
-are those of `any_model`.
+intervals. Budgets are MiB, or shares of the peak without a budget (below 1.5). `--sweep 10` tries ten, evenly
+spaced from 1.1 times the least to that peak. The least is what the error says under one that is too small. Models,
+samples and optimizer are those of `any_model`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from triaccel_ray.records.codec import encode
 MIB = 2**20
 EVERY_STEPS = 20
 TOO_SMALL_MIB = 130
-"""A budget beyond the idle process that leaves room for libraries alone."""
+"""MiB beyond the idle process: room for libraries, none for a batch."""
 LONG_EPOCHS = 10_000.0
 """Length of the run that plans must pay for."""
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, budget_mib: int | None) -> dict[str, Any]:
         for _ in range(args.steps):
             loop.step()
     except torch.OutOfMemoryError as error:
-        if (found := re.search(r"Give (\d+) MiB", str(error))) is None:
+        if (found := re.search(r"budget of (\d+) MiB or more", str(error))) is None:
             raise
         return {"model": args.model, "budget_mib": budget_mib, "least_mib": int(found[1]), "is_over": False}
     torch.cuda.synchronize()
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, budget_mib: int | None) -> dict[str, Any]:
         "ms": round(median(times), 2) if times else None, "last_peak_mib": max(peaks) >> 20,
         "peak_mib": loop.memory.peak_bytes >> 20, "idle_mib": loop.memory.idle_bytes >> 20,
         "parts": loop.plan.num_micro_batches, "storage": dict(Counter(map(str, loop.plan.storage.values()))),
-        "form": "" if loop.state.form is None else [name for name, is_on in encode(loop.state.form).items() if is_on],
+        "form": [] if loop.state.form is None else [name for name, is_on in encode(loop.state.form).items() if is_on],
         "predicted_ms": memory.predicted_ms and round(memory.predicted_ms, 2),
         "predicted_mib": memory.predicted_bytes and memory.predicted_bytes >> 20,
         "faults": dict(faults), "seconds": round(seconds, 1),
@@ -120,7 +120,7 @@ def main() -> int:
             found.append(run_apart(run, args, found[0].get("idle_mib", 0) + TOO_SMALL_MIB))
             yield found[-1]
             least = 1.1 * found[-1].get("least_mib", found[-1].get("budget_mib", peak))
-            budgets = [least + (peak - least) * index / (args.sweep - 1) for index in range(args.sweep)]
+            budgets = [least + (peak - least) * index / max(args.sweep - 1, 1) for index in range(args.sweep)]
         for budget in budgets:
             found.append(run_apart(run, args, round(budget)))
             yield found[-1]

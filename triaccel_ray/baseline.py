@@ -148,8 +148,9 @@ class BaselineLoop(EpochLoop):
         )
 
     def close(self) -> None:
-        """Stops prefetching. The model keeps the memory format that `amp-best` gives it."""
+        """Stops prefetching, and ends the cap on memory. The model keeps the memory format that `amp-best` gives it."""
         self.sampler.close()
+        self.memory.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything a resumed run needs to equal an uninterrupted one."""

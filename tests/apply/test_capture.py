@@ -57,8 +57,8 @@ def test_a_model_is_laid_out_in_channels_last_memory_and_norms_that_meet_another
     faults = faults_of(ticks)
     found = [(fault.kind, fault.phase, fault.step) for fault in faults if "channels_last" in fault.detail]
     assert found == [(FaultKind.FUSION_REFUSED, "fuse", 0)] * contiguous
-    told = [fault.detail for fault in faults if fault.kind is FaultKind.COMPILED]
-    assert told == ["not compiled: its 1 batch norms are fused with what follows them, which is faster"]
+    notes = [fault.detail for fault in faults if fault.kind is FaultKind.COMPILED]
+    assert notes == ["the model is not compiled: fused batch norms (1) are faster"]
     assert len(faults) == len(found) + 1
     assert loop._training.steps.num_captured == 1
 

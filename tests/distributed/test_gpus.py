@@ -32,8 +32,8 @@ def workers() -> Iterator[WorkerPool]:
     workers.close()
 
 
-def ended(rank: int) -> list[str]:
-    """The errors of collectives in a group that Ray Train has ended, because it grows or has lost a rank."""
+def errors_after_destroy(rank: int) -> list[str]:
+    """Returns the errors of collectives after `destroy_process_group`, by which Ray Train ends a group."""
     ranks, tensor = Ranks.found(), torch.ones(8, device="cuda")
     ranks.start_sum([tensor])()
     torch.cuda.synchronize()
@@ -53,7 +53,7 @@ def ended(rank: int) -> list[str]:
 
 
 def test_collectives_in_a_group_that_was_ended_have_lost_a_rank(workers: WorkerPool) -> None:
-    for errors in workers.run(2, ended):
+    for errors in workers.run(2, errors_after_destroy):
         assert len(errors) == 4
         assert all(error.startswith("LostRankError: another rank was lost: ") for error in errors), errors
 

@@ -60,7 +60,7 @@ def test_one_sample_is_probed_where_four_would_not_fit(
     assert limits.chunk_samples in (1, 2)
 
 
-def test_a_pass_of_one_sample_is_timed_without_the_result() -> None:
+def test_the_time_of_a_pass_is_that_of_two_samples_that_pass_one_by_one() -> None:
     _, probes = limits_within(100 * MIB, probe, bytes_of_two=51 * MIB, num_samples=32, most_samples=32, kept_bytes=None)
     assert predicted_seconds(probes, samples_at_once=1, num_passes=32) == 32 * (8 + 2 * 2) / 2
 

@@ -204,7 +204,7 @@ def test_the_allocator_keeps_the_budget() -> None:
         memory.check()
         assert memory.sample() <= memory.limit_bytes
     finally:
-        CudaMemory(device, None)  # lifts the cap
+        memory.close()
     torch.ones(512 * MIB, dtype=torch.uint8, device=device)
 
 
@@ -222,7 +222,7 @@ def test_a_budget_keeps_room_for_libraries_until_require_room() -> None:
         memory.require_room()
         torch.ones(most, dtype=torch.uint8, device=device)
     finally:
-        CudaMemory(device, None)  # lifts the cap
+        memory.close()
 
 
 @pytest.mark.gpu
@@ -238,7 +238,7 @@ def test_until_the_first_tick_room_is_kept_for_what_libraries_will_take() -> Non
         memory.read()  # what they have taken is known
         torch.ones(most, dtype=torch.uint8, device=device)
     finally:
-        CudaMemory(device, None)  # lifts the cap
+        memory.close()
 
 
 @pytest.mark.gpu

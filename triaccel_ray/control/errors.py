@@ -13,7 +13,7 @@ from triaccel_ray.apply.agreement import PeerOutOfMemoryError
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.control.training import Training
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
-from triaccel_ray.measure.memory import LAZY_LOADING_BYTES, mib
+from triaccel_ray.measure.memory import LAZY_LOADING_BYTES, MIB, mib
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.records.signals import Observation
 
@@ -26,7 +26,7 @@ _TO_FP32 = (
 )
 
 _LEAST_MARGIN = 1.1
-"""What a batch is taken to need, relative to its peak without a budget: a cap fragments the allocator's memory."""
+"""Factor on the batch's peak without a budget: under a cap, the allocator's memory is more fragmented."""
 
 
 class NonFiniteGradientsError(RuntimeError):
@@ -45,10 +45,10 @@ def require_finite(config: ControlConfig, observation: Observation) -> None:
 
 
 @contextlib.contextmanager
-def explaining_errors(training: Training, again: Callable[[], object] | None = None) -> Iterator[None]:
+def explaining_errors(training: Training, repeat_step: Callable[[], object] | None = None) -> Iterator[None]:
     """Adds to an error of the step inside what would help: if memory has run out, or code takes no 16-bit tensors.
 
-    `again` makes the step once more, without the budget, to find the least one; None if it is not the first step.
+    `repeat_step` repeats the first step without the budget, to find the least one that suffices. None: any later step.
     """
     try:
         yield
@@ -61,9 +61,8 @@ def explaining_errors(training: Training, again: Callable[[], object] | None = N
             raise
         if isinstance(error, PeerOutOfMemoryError):
             raise
-        traceback.clear_frames(error.__traceback__)  # they hold the attempt's tensors
-        least = _least_bytes(training, again)
-        wanted = "Give more memory" if least is None else f"Give {mib(least)} or more"
+        least = _least_bytes(training, error, repeat_step)
+        wanted = "Give more memory" if least is None else f"Give a memory budget of {mib(least)} or more"
         advice = ", or set ".join(filter(None, [wanted, " or ".join(training.unused_savings)]))
         text = (
             f"memory ran out, and smaller micro-batches could not help: {first_line(error).rstrip('.')}. The "
@@ -73,22 +72,26 @@ def explaining_errors(training: Training, again: Callable[[], object] | None = N
         raise (MemoryError(text) if type(error) is MemoryError else torch.OutOfMemoryError(text)) from error
 
 
-def _least_bytes(training: Training, again: Callable[[], object] | None) -> int | None:
-    """Returns the least memory budget of a GPU with which the first step fits; None if unknown.
+def _least_bytes(training: Training, error: BaseException, repeat_step: Callable[[], object] | None) -> int | None:
+    """Returns the least memory budget with which the first step fits on a GPU, in bytes, whole MiB; None if unknown.
 
-    It makes the step without the budget, and so exceeds it for a moment.
+    Makes that step once without the budget: it exceeds it meanwhile, and weights and optimizer have made one step then.
     """
     memory = training.memory
-    if again is None or not memory.has_budget or not training.ranks.is_alone or training.device.type == "cpu":
+    is_alone_on_gpu = training.ranks.is_alone and training.device.type == "cuda"
+    if repeat_step is None or not memory.has_budget or not is_alone_on_gpu:
         return None
+    traceback.clear_frames(error.__traceback__)  # they hold the attempt's tensors
     training.make_room()
     memory.close()
     memory.begin_window()
     try:
-        again()
-    except (RuntimeError, MemoryError):
+        repeat_step()
+    except Exception:  # whatever stops it: the first error is the one to explain
         return None
-    memory.refresh_peaks()
-    batch_bytes = max(memory.window_peak_bytes - memory.idle_bytes, 0)
+    finally:
+        peak = memory.read().window_peak_bytes  # puts the budget in force again
+    batch_bytes = max(peak - memory.idle_bytes, 0)
     least = memory.idle_bytes + math.ceil(_LEAST_MARGIN * batch_bytes) + LAZY_LOADING_BYTES
-    return least + training.sampler.source.streamed_bytes  # a larger budget has them on the device
+    least += training.sampler.source.streamed_bytes  # a larger budget has them on the device
+    return -(-least // MIB) * MIB

@@ -320,8 +320,9 @@ class Training:
         modules = [module for layer in self.layers for module in layer.modules]
         fused = fuse(self.model, modules, recompute=self._config.execution.recompute)
         if isinstance(fused, Fusion):
-            text = f"not compiled: its {len(fused.norms)} batch norms are fused with what follows them, which is faster"
-            self._note(FaultKind.COMPILED, "compile", text)
+            if self._config.execution.compile == "auto":
+                text = f"the model is not compiled: fused batch norms ({len(fused.norms)}) are faster"
+                self._note(FaultKind.COMPILED, "compile", text)
             return fused
         self._note(FaultKind.FUSION_REFUSED, "fuse", fused.reason)
         return None

@@ -8,7 +8,8 @@ import functools
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -59,29 +60,66 @@ def peak_of_tensors(device: torch.device) -> Iterator[list[int]]:
 
 
 class AllocatorCap:
-    """Caps the share of a GPU's memory that this process allocates, within the cap that a user has set.
+    """Caps the fraction of a GPU's memory that PyTorch's allocator may take; never above the user's own cap.
 
-    Ends with `remove`. A cap in force that another AllocatorCap has set is no user's: it may be left from a loop that
-    was never closed.
+    The process has one cap for each GPU: of several, the one that was set last is in force, until it is removed.
     """
 
-    _set: ClassVar[dict[str, tuple[float, float]]] = {}
-    """By the UUID of a GPU: the share last set here, and that before any was."""
-
     def __init__(self, device: torch.device) -> None:
-        self._device, self._uuid = device, str(torch.cuda.get_device_properties(device).uuid)
-        self._before = torch.cuda.get_per_process_memory_fraction(device)
-        ours, users = self._set.get(self._uuid, (None, 1.0))
-        self._most = users if self._before == ours else self._before
+        self._device, uuid = device, str(torch.cuda.get_device_properties(device).uuid)
+        self._caps = _caps_by_uuid.setdefault(uuid, _Caps())
 
-    def set(self, share: float) -> None:
-        """Sets the cap to `share` in [0, 1], at most the user's."""
-        torch.cuda.set_per_process_memory_fraction(min(share, self._most), self._device)
-        self._set[self._uuid] = torch.cuda.get_per_process_memory_fraction(self._device), self._most
+    def set(self, fraction: float) -> None:
+        """Sets this cap to `fraction` in [0, 1]."""
+        self._heed_user()
+        self._caps.fractions.pop(self, None)
+        self._caps.fractions[self] = fraction
+        self._apply()
 
     def remove(self) -> None:
-        """Restores the cap that was in force before."""
-        self.set(self._before)
+        """Puts the cap in force again that was before this one; does nothing if the user has set another meanwhile."""
+        self._caps.fractions.pop(self, None)
+        if not self._heed_user():
+            self._apply()
+
+    def _heed_user(self) -> bool:
+        """Remembers a cap that no AllocatorCap has set as the user's; returns whether there was one."""
+        fraction = torch.cuda.get_per_process_memory_fraction(self._device)
+        if fraction == self._caps.in_force:
+            return False
+        self._caps.users = fraction
+        return True
+
+    def _apply(self) -> None:
+        *_, latest = 1.0, *self._caps.fractions.values()
+        torch.cuda.set_per_process_memory_fraction(min(latest, self._caps.users), self._device)
+        self._caps.in_force = torch.cuda.get_per_process_memory_fraction(self._device)  # rounded to bytes
+
+
+@dataclass(eq=False)
+class _Caps:
+    """The caps of this process on one GPU, as fractions of its memory."""
+
+    users: float = 1.0
+    in_force: float | None = None
+    """The last one set here; None before the first."""
+    fractions: dict[AllocatorCap, float] = field(default_factory=dict)
+    """By cap, in the order in which they were set."""
+
+
+_caps_by_uuid: dict[str, _Caps] = {}
+
+
+@contextlib.contextmanager
+def caps_removed_on_error() -> Iterator[None]:
+    """Removes the caps that were set inside if an error leaves the context."""
+    before = {cap for caps in _caps_by_uuid.values() for cap in caps.fractions}
+    try:
+        yield
+    except BaseException:
+        for cap in [cap for caps in _caps_by_uuid.values() for cap in caps.fractions if cap not in before]:
+            cap.remove()
+        raise
 
 
 def _set_allocator(settings: str) -> None:

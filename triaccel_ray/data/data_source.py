@@ -16,7 +16,7 @@ class DataSource(ABC):
     streamed_because: str = ""
     """Why samples given as tensors are streamed from the host, not held on the device; empty if they are not."""
     streamed_bytes: int = 0
-    """Bytes of the samples streamed so."""
+    """Bytes of inputs and targets that are streamed for this reason; 0 if none are."""
     unpinned_because: str = ""
     """Why samples lie on the device although host memory was requested; empty if they do not."""
 

@@ -79,14 +79,14 @@ def forget_shortage(memory: MemorySignal, state: MemoryState) -> MemoryState:
 
 
 def compare(observation: Observation, state: MemoryState) -> tuple[MemoryState, tuple[Reason, ...]]:
-    """Returns the state and reasons after comparing the last prediction with what was measured since.
+    """Returns the state and reasons after comparing the last prediction, if that is due, with what was measured since.
 
     A plan that takes as much as the one that failed, and passes, ends the bar: other processes had the memory.
     The failed plan's number of micro-batches must be the same or larger, for the model knows least about those.
     """
     step_ms, plan, profile, failed = observation.step_ms, observation.plan, observation.profile, state.failed
     peak, peak_before, ms_before = observation.memory.window_peak_bytes, state.predicted_bytes, state.predicted_ms
-    if peak_before is None or state.is_compared:
+    if peak_before is None or not state.awaits_comparison:
         return state, ()
     if _ran_short(observation):
         return _after_shortage(observation, state, peak_before), ()

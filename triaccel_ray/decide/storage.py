@@ -98,7 +98,7 @@ def decide_storage(
     if mode != "auto":
         return MemoryDecision(storage=storage_of_all(mode, observation.regions), state=state)
     state = forget_shortage(observation.memory, _after_tick(state))
-    if state.predicted_bytes is not None and not state.is_compared and observation.apply_fault is not None:
+    if state.awaits_comparison and observation.apply_fault is not None:
         state = _held(config, state)
     state, reasons = compare(observation, state)
     unchanged = MemoryDecision(storage=plan.storage, state=state, reasons=reasons)
@@ -111,7 +111,7 @@ def decide_storage(
             unchanged,
             storage=undo.stored.storage,
             num_micro_batches=undo.stored.num_micro_batches,
-            state=state if is_first_timing else _held(config, state),
+            state=replace(state, predicted_bytes=None, predicted_ms=None) if is_first_timing else _held(config, state),
             reasons=(*reasons, _plan_reason(observation, undo.stored, "the faster plan was slower")),
         )
     if _may_plan(config, observation):

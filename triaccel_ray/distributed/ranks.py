@@ -154,7 +154,7 @@ class Ranks:
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         as_bytes = flat.view(torch.uint8)  # any dtype, booleans too
         with self._naming_lost_ranks_on_devices():
-            dist.broadcast(as_bytes, group=self._group, group_src=0)
+            dist.broadcast(as_bytes, group=self._group, group_src=0)  # a group that was ended maps no global ranks
         for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
 

@@ -46,11 +46,10 @@ def limits_within(
     most_samples: int,
     kept_bytes: int | None,
 ) -> tuple[Limits, list[Probe]]:
-    """Returns the limits under which a measurement fits a budget, and the probes behind them, empty if none was needed.
+    """Returns the limits under which a measurement fits a budget, and probes to predict its time, empty if not needed.
 
-    Probes two samples and four. If four would exceed the budget: the memory of one, then the time of two that pass one
-    by one, so that each of their many passes is not taken to be as long as a whole measurement of one. Peaks are
-    extrapolated linearly.
+    Probes two samples and four. If four would exceed the budget, one sample gives the memory; two that pass one by one
+    then give the time of a pass, for a whole measurement of one takes longer. Peaks are extrapolated linearly.
 
     Args:
         budget_bytes: what the tensors may take at their peak; None: no bound.

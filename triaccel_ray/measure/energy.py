@@ -1,4 +1,4 @@
-"""NVML, the library of NVIDIA's driver that measures GPUs, and the energy that one consumes."""
+"""Energy that a GPU consumes, by NVML's counter."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import pynvml
 import torch
+
+from triaccel_ray.cuda.nvml import nvml_handle
 
 
 def energy_counter(device: torch.device) -> Callable[[], float]:
@@ -25,9 +27,3 @@ def board_joules(handle: Any) -> float:
         return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3  # mJ
     except pynvml.NVMLError:
         return math.nan
-
-
-def nvml_handle(device: torch.device) -> Any:
-    """Returns NVML's handle of the GPU, found by its UUID, so that CUDA_VISIBLE_DEVICES does not matter."""
-    pynvml.nvmlInit()
-    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")

@@ -15,8 +15,8 @@ import pynvml
 import torch
 
 from triaccel_ray.cuda.allocator import AllocatorCap
+from triaccel_ray.cuda.nvml import nvml_handle
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError
-from triaccel_ray.measure.energy import nvml_handle
 from triaccel_ray.records.signals import MemorySignal
 
 MIB = 2**20

@@ -140,6 +140,11 @@ class MemoryState:
     unpaid: UnpaidPlan | None = None
     """What this search found instead; once it pays, because more samples are left, the next tick searches again."""
 
+    @property
+    def awaits_comparison(self) -> bool:
+        """Whether there is a prediction that has not been compared yet."""
+        return self.predicted_bytes is not None and not self.is_compared
+
 
 @dataclass(frozen=True, kw_only=True)
 class Change:

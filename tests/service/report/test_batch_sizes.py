@@ -9,7 +9,7 @@ from tests.service.build import CONTROL, SimulatedRun
 from tests.service.records import RUN_SPEC
 from triaccel_ray.records.events import End, Throughput
 from triaccel_ray.records.plan import Fault, FaultKind, Storage
-from triaccel_ray.service.report.figures import batch_sizes
+from triaccel_ray.service.report.figures import draw_run
 from triaccel_ray.service.report.run import batch_grid
 from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.record import RunRecord, read_run
@@ -74,12 +74,14 @@ def test_the_report_ends_with_the_command_that_trains_at_that_size(run: RunRecor
 
 
 def test_the_curve_shows_the_sizes_that_fit_and_the_efficient_one(run: RunRecord) -> None:
-    sizes = [*run.throughputs, timed(1024, None)]
-    (axes,) = batch_sizes(sizes).axes
-    curve, efficient = axes.lines[:2]
+    unfit = replace(run, throughputs=(*run.throughputs, timed(1024, None)))
+    (axes,) = draw_run(unfit)["batch_sizes"].axes
+    curve, least, efficient = axes.lines
     assert curve.get_xydata().tolist() == [[32, 4000.0], [128, 8000.0], [256, pytest.approx(9800)], [512, 10_000.0]]
     assert efficient.get_xydata().tolist() == [[256, pytest.approx(9800)]]
-    assert axes.lines[2].get_ydata()[0] == pytest.approx(9700)
+    assert least.get_ydata()[0] == pytest.approx(9700)
+    (axes,) = draw_run(replace(unfit, end=None))["batch_sizes"].axes
+    assert len(axes.lines) == 2
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from triaccel_ray.config import BatchConfig
-from triaccel_ray.decide.throughput import EFFICIENT_SHARE, efficient_size
+from triaccel_ray.decide.throughput import EFFICIENT_SHARE
 from triaccel_ray.measure.memory import MIB
 from triaccel_ray.measure.score import BYTES_PER_GB
-from triaccel_ray.records.events import Epoch, Throughput, Tick
+from triaccel_ray.records.events import Epoch, Tick
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision, Storage
 from triaccel_ray.records.signals import RegionSignal
@@ -207,13 +207,14 @@ MOST_ROW_LABELS = 32
 """With more layers, only every second, third, ... one is labeled."""
 
 
-_NAMES = ("overview", "precision", "memory_plan", "batch_sizes")
+_FIGURE_NAMES = ("overview", "precision", "memory_plan", "batch_sizes")
+"""Figures of a run, in the order of its page."""
 
 
 def run_figures(run: RunRecord) -> list[Path]:
     """Draws the figures that the run has data for and returns their paths; redraws them only if its log is newer."""
     log, pictures = run.folder / EVENTS, run.folder / FIGURES
-    drawn = [path for name in _NAMES if (path := pictures / f"{name}.png").exists()]
+    drawn = [path for name in _FIGURE_NAMES if (path := pictures / f"{name}.png").exists()]
     if drawn and min(path.stat().st_mtime for path in drawn) >= log.stat().st_mtime:
         return drawn
     return [drawing.save(figure, pictures / f"{name}.png") for name, figure in draw_run(run).items()]
@@ -233,8 +234,8 @@ def draw_run(run: RunRecord) -> dict[str, Figure]:
         pictures["precision"] = precision_heatmap(run.ticks, subtitle=subtitle)
     if any(tick.observation.plan.storage and tick.observation.profile for tick in run.ticks):
         pictures["memory_plan"] = memory_plan(run.ticks, subtitle=subtitle)
-    if any(each.step_ms for each in run.throughputs):
-        pictures["batch_sizes"] = batch_sizes(run.throughputs, subtitle=subtitle)
+    if run.ms_per_sample:
+        pictures["batch_sizes"] = batch_sizes(run.ms_per_sample, run.efficient_batch_size, subtitle=subtitle)
     return pictures
 
 
@@ -278,20 +279,21 @@ def memory_plan(ticks: Sequence[Tick], *, subtitle: str = "") -> Figure:
     return figure
 
 
-def batch_sizes(throughputs: Sequence[Throughput], *, subtitle: str = "") -> Figure:
-    """Returns the curve of samples per second over the batch size, of those that fit; the efficient one is marked."""
-    timed = {each.batch_size: ms for each in throughputs if (ms := each.ms_per_sample) is not None}
-    sizes, efficient = sorted(timed), efficient_size(timed)
+def batch_sizes(ms_per_sample: Mapping[int, float], efficient: int | None, *, subtitle: str = "") -> Figure:
+    """Returns samples per second over batch size; marks the efficient size and the speed that it must reach."""
+    rates = {size: 1e3 / ms for size, ms in sorted(ms_per_sample.items())}
     figure = drawing.new_figure(9.6, 4.2)
     axes = figure.subplots()
     panel(axes, "Speed of each batch size", subtitle, x_label="samples a step", y_label="samples per second")
-    axes.plot(sizes, [1e3 / timed[size] for size in sizes], color=NAVY, linewidth=2.0, marker="o", markersize=4.0)
-    axes.plot([efficient], [1e3 / timed[efficient]], "o", color=ORANGE, markersize=9.0)
-    below: dict[str, Any] = {"xytext": (0, -18), "textcoords": "offset points", "ha": "center"}
-    axes.annotate(str(efficient), (efficient, 1e3 / timed[efficient]), fontsize=9.5, color=INK, **below)
-    least = EFFICIENT_SHARE * 1e3 / min(timed.values())
+    axes.plot(list(rates), list(rates.values()), color=NAVY, linewidth=2.0, marker="o", markersize=4.0)
+    least = EFFICIENT_SHARE * max(rates.values())
     axes.axhline(least, color=GRAY, linewidth=1.1, linestyle=drawing.DASHED)
     mark_level(axes, least, f"{EFFICIENT_SHARE:.0%}")
+    if efficient is not None:
+        place = efficient, rates[efficient]
+        axes.plot(*place, "o", color=ORANGE, markersize=9.0)
+        below: dict[str, Any] = {"xytext": (0, -18), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(str(efficient), place, fontsize=9.5, color=INK, **below)
     axes.set_ylim(bottom=0.0)
     axes.set_xlim(left=0.0)
     axes.yaxis.set_major_formatter(drawing.PLAIN)

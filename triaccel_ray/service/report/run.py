@@ -20,24 +20,24 @@ from triaccel_ray.service.units import counted
 
 def batch_grid(run: RunRecord) -> Grid:
     """Returns the table of batch sizes, in ascending order; a star marks the efficient one."""
-    best = max((1e3 / ms for ms in _timed(run).values()), default=0.0)
+    best = max((1e3 / ms for ms in run.ms_per_sample.values()), default=0.0)
     rows = []
     for each in sorted(run.throughputs, key=lambda each: each.batch_size):
-        cells = [str(each.batch_size) + (STAR if each.batch_size == _efficient(run) else ""), "", "", ""]
+        cells = [str(each.batch_size) + (STAR if each.batch_size == run.efficient_batch_size else ""), "", "", ""]
         if each.step_ms is not None and each.ms_per_sample is not None:
             rate = 1e3 / each.ms_per_sample
             cells[1:] = f"{each.step_ms:.3f}", f"{rate:,.0f}", f"{100 * rate / best:.1f}"
         how = "does not fit" if each.step_ms is None else _plan_text(each)
         rows.append([*cells, f"{each.peak_bytes / 1e9:.3f}", how])
     most, asked = run.start.control.batch.maximum, run.spec.control.batch.maximum
-    is_rising = _efficient(run) is not None and _efficient(run) == max(_timed(run))
+    is_rising = run.efficient_batch_size is not None and run.efficient_batch_size == max(run.ms_per_sample)
     unfit = any(each.step_ms is None for each in run.throughputs)
     return Grid(
         header=("batch", "ms a step", "samples/s", "% of the best", "process peak GB", "how"),
         rows=rows,
         title=f"{run.name}: {run.spec.task}, {run.spec.control.precision.initial.value}, {run.status}",
         note=lines(
-            f"*: the smallest with {EFFICIENT_SHARE:.0%} of the best samples/s" if _efficient(run) else "",
+            f"*: the smallest with {EFFICIENT_SHARE:.0%} of the best samples/s" if run.efficient_batch_size else "",
             "sizes above the one that does not fit were not tried" if unfit else "",
             f"sizes above {most} were not tried: there are {most} training samples" if most < asked else "",
             "no smaller size is efficient, so try a larger --batch-max" if is_rising and not unfit else "",
@@ -50,7 +50,7 @@ def recommendation(run: RunRecord) -> tuple[str, str]:
 
     The command trains at that size with the run's other settings. Both are empty if none was found.
     """
-    size = _efficient(run)
+    size = run.efficient_batch_size
     if size is None or run.end is None:
         return "", ""
     batch, results = run.spec.control.batch, run.end.results
@@ -63,17 +63,6 @@ def recommendation(run: RunRecord) -> tuple[str, str]:
         f"{batch.start}). To train with it:"
     )
     return sentence, command
-
-
-def _timed(run: RunRecord) -> dict[int, float]:
-    """Returns batch size -> milliseconds per sample of those that fit."""
-    return {each.batch_size: ms for each in run.throughputs if (ms := each.ms_per_sample) is not None}
-
-
-def _efficient(run: RunRecord) -> int | None:
-    """Returns the efficient batch size; None if the run did not find it."""
-    size = run.end.results.get("batch_size") if run.end else None
-    return None if size is None else int(size)
 
 
 def _plan_text(throughput: Throughput) -> str:

@@ -21,8 +21,8 @@ from triaccel_ray.trainables.task import Splits
 
 _WARM_UP_STEPS = 6
 """Steps under a plan before it counts as settled: one or two run eagerly, the next is captured, the others replay."""
-_MAX_PLANS = 8
-"""Plans tried for one size; each out-of-memory error halves the micro-batches at least."""
+_MAX_INTERVALS = 12
+"""Intervals of `_WARM_UP_STEPS` steps for one size, until its plan is kept and judged."""
 _MIN_TIMED_STEPS, _MAX_STEPS, _MIN_TIMED_S = 10, 200, 0.5
 """A size makes `_MAX_STEPS` steps at most. It makes fewer if enough whole batches are timed in `_MIN_TIMED_S`."""
 _NEVER = 10**9
@@ -127,12 +127,9 @@ def lr_at(spec: RunSpec, batch_size: int) -> float:
 
 
 def _settle(loop: ControlLoop) -> tuple[Fault, ...]:
-    """Trains until a plan is kept, and judged if it is to save time; returns the faults on the way.
-
-    An out-of-memory error asks for another plan, too.
-    """
+    """Trains until a tick keeps the plan, and no change awaits judgment; returns the faults meanwhile."""
     faults: tuple[Fault, ...] = ()
-    for _ in range(_MAX_PLANS):
+    for _ in range(_MAX_INTERVALS):
         plan = loop.plan
         for _ in range(_WARM_UP_STEPS):
             loop.step()

@@ -68,6 +68,17 @@ class RunRecord:
         return f"failed ({self.end.cause})" if self.end.status == "failed" else self.end.status
 
     @property
+    def ms_per_sample(self) -> dict[int, float]:
+        """Batch size -> milliseconds per sample of those timed that fit."""
+        return {each.batch_size: ms for each in self.throughputs if (ms := each.ms_per_sample) is not None}
+
+    @property
+    def efficient_batch_size(self) -> int | None:
+        """The efficient batch size; None if the run did not find it."""
+        size = self.end.results.get("batch_size") if self.end else None
+        return None if size is None else int(size)
+
+    @property
     def has_outcome(self) -> bool:
         """Whether the run finished, or failed because of its configuration, so that a retry would fail again."""
         return self.end is not None and (self.end.status == "finished" or self.end.cause in RESULTS)
