@@ -35,15 +35,8 @@ class _VaryingSizes:
     """Has `torch.compile` make dynamic only the sizes of tensors that vary between calls of one callable."""
 
     def __init__(self, *, batch_varies: bool) -> None:
-        self._batch_varies = batch_varies
         self._first: dict[tuple[int, int], torch.Size] = {}
         self._varying: defaultdict[tuple[int, int], set[int]] = defaultdict(lambda: {0} if batch_varies else set())
-
-    def are_constant(self, value: Any) -> bool:
-        """Returns whether the tensors in `value` have the first call's sizes, and no size varies from the start."""
-        shapes = [tensor.shape for tensor in tensors_in(value)]
-        firsts = [self._first.setdefault((index, len(shape)), shape) for index, shape in enumerate(shapes)]
-        return not self._batch_varies and shapes == firsts
 
     def mark(self, value: Any) -> None:
         """Marks the dimensions of the tensors in `value` that differ from the first call's."""
@@ -60,9 +53,8 @@ class Compilation:
     """Compiles a model's training passes with Inductor; evaluation and curvature run it uncompiled.
 
     * **Equal blocks** share one code with dynamic sizes: a new batch size or length needs no recompilation.
-    * **Unequal blocks** have a code for each kind, and for sizes other than the first call's another one. Only sizes
-      that vary are dynamic in it: with all dynamic, PyTorch traces the maps of a Swin four times as long, and cannot
-      compile a PVT. The first code is faster.
+    * **Unequal blocks** have a code for each kind. Only sizes that vary from step to step become dynamic in it: with
+      all dynamic, PyTorch traces the maps of a Swin four times as long, and cannot compile a PVT.
     * **Without blocks**, the model is compiled as a whole.
     * **The loss** of many outputs, such as a language model's, is compiled together with their casts to FP32, so that
       no FP32 copy of them is stored.
@@ -98,9 +90,8 @@ class Compilation:
                 module.compile(dynamic=True)
             else:
                 # The attribute is private. A forward pre-hook, which is public, would be compiled, too.
-                constant = torch.compile(module._call_impl, dynamic=False)
-                varying, sizes = torch.compile(module._call_impl), _VaryingSizes(batch_varies=batch_varies)
-                module._compiled_call_impl = partial(_sized_call, constant, varying, sizes)
+                call, sizes = torch.compile(module._call_impl), _VaryingSizes(batch_varies=batch_varies)
+                module._compiled_call_impl = partial(_marked_call, call, sizes)
         self._sizes, self._loss_sizes = (_VaryingSizes(batch_varies=batch_varies) for _ in range(2))
         # PyTorch counts variants by code object: with one of its own, losses of other loops do not count.
         own = FunctionType(loss_in_fp32.__code__.replace(), loss_in_fp32.__globals__)
@@ -174,17 +165,10 @@ def loss_in_fp32(loss: Loss, outputs: Any, targets: Any) -> Tensor:
     return loss(cast_floating(outputs, torch.float32), targets)
 
 
-def _sized_call(
-    constant: Callable[..., Any], varying: Callable[..., Any], sizes: _VaryingSizes, /, *args: Any, **kwargs: Any
-) -> Any:
-    """Calls a compiled module: by its code for the first call's sizes, or by that for others once these are marked.
-
-    With one callable for both, PyTorch would use the code compiled last for the first sizes, too.
-    """
-    if sizes.are_constant([args, kwargs]):
-        return constant(*args, **kwargs)
+def _marked_call(call: Callable[..., Any], sizes: _VaryingSizes, *args: Any, **kwargs: Any) -> Any:
+    """Calls a compiled module once its varying sizes are marked."""
     sizes.mark([args, kwargs])
-    return varying(*args, **kwargs)
+    return call(*args, **kwargs)
 
 
 @contextlib.contextmanager
