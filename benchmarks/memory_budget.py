@@ -119,7 +119,9 @@ def main() -> int:
         if args.sweep:
             found.append(run_apart(run, args, found[0].get("idle_mib", 0) + TOO_SMALL_MIB))
             yield found[-1]
-            least = 1.1 * found[-1].get("least_mib", found[-1].get("budget_mib", peak))
+            if "error" in found[-1]:
+                return
+            least = 1.1 * found[-1].get("least_mib", found[-1]["budget_mib"])
             budgets = [least + (peak - least) * index / max(args.sweep - 1, 1) for index in range(args.sweep)]
         for budget in budgets:
             found.append(run_apart(run, args, round(budget)))

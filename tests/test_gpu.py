@@ -180,6 +180,15 @@ def test_a_users_cap_holds_within_a_budget_and_after_it() -> None:
         memory.close()
     left_open.close()
     assert torch.cuda.get_per_process_memory_fraction() == given
+    memory = CudaMemory(device, total // 8)
+    memory.limit_bytes = 1
+    with pytest.raises(ValueError, match="the process already holds"):
+        memory.require_room()
+    assert torch.cuda.get_per_process_memory_fraction() == given
+    memory = CudaMemory(device, total // 8)
+    torch.cuda.set_per_process_memory_fraction(0.1)  # meanwhile
+    memory.close()
+    assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(0.1)
 
 
 _NEIGHBOUR = """

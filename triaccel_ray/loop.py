@@ -21,7 +21,6 @@ from triaccel_ray.control.errors import NonFiniteGradientsError as NonFiniteGrad
 from triaccel_ray.control.errors import explaining_errors, require_finite
 from triaccel_ray.control.pending_tick import RECORD_AFTER, FaultLogger, PendingTick
 from triaccel_ray.control.training import Training
-from triaccel_ray.cuda.allocator import caps_removed_on_error
 from triaccel_ray.data.sources import default_config
 from triaccel_ray.decide import ControlState, decide, initial_decision
 from triaccel_ray.measure.profile import ProfileMeter
@@ -87,10 +86,9 @@ class ControlLoop(EpochLoop):
         """
         self.config = default_config(data) if config is None else require_instance("config", config, ControlConfig)
         self._schedule = SampleSchedule(schedule, optimizer, batch_size=self.config.batch.start)
-        memory = memory_budget, memory_headroom
-        with caps_removed_on_error():
-            training = Training(model, optimizer, loss, data, self.config, memory=memory, epochs=epochs, seed=seed)
-        self._training = training
+        self._training = training = Training(
+            model, optimizer, loss, data, self.config, memory=(memory_budget, memory_headroom), epochs=epochs, seed=seed
+        )
         self.model, self.device, self.sampler, self._ranks = model, training.device, training.sampler, training.ranks
         self.optimizer, self.loss_scale, self.memory = training.optimizer, training.loss_scale, training.memory
         self.num_steps = self.num_ticks = 0

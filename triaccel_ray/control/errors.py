@@ -82,9 +82,8 @@ def _least_bytes(training: Training, error: BaseException, repeat_step: Callable
     if repeat_step is None or not memory.has_budget or not is_alone_on_gpu:
         return None
     traceback.clear_frames(error.__traceback__)  # they hold the attempt's tensors
-    training.make_room()
     memory.close()
-    memory.begin_window()
+    memory.begin_window()  # releases what they held; nothing is captured before the first step
     try:
         repeat_step()
     except Exception:  # whatever stops it: the first error is the one to explain

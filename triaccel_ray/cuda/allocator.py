@@ -8,7 +8,6 @@ import functools
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,67 +58,21 @@ def peak_of_tensors(device: torch.device) -> Iterator[list[int]]:
     peak[0] = torch.cuda.max_memory_allocated(device) - before
 
 
-class AllocatorCap:
-    """Caps the fraction of a GPU's memory that PyTorch's allocator may take; never above the user's own cap.
+def cap_memory(device: torch.device, fraction: float) -> None:
+    """Caps the fraction of a GPU's memory that PyTorch's allocator may take, within the user's own cap; 1 ends the cap.
 
-    The process has one cap for each GPU: of several, the one that was set last is in force, until it is removed.
+    The process has one cap for each GPU: the last call counts. A cap that was not set here is the user's.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, uuid = device, str(torch.cuda.get_device_properties(device).uuid)
-        self._caps = _caps_by_uuid.setdefault(uuid, _Caps())
-
-    def set(self, fraction: float) -> None:
-        """Sets this cap to `fraction` in [0, 1]."""
-        self._heed_user()
-        self._caps.fractions.pop(self, None)
-        self._caps.fractions[self] = fraction
-        self._apply()
-
-    def remove(self) -> None:
-        """Puts the cap in force again that was before this one; does nothing if the user has set another meanwhile."""
-        self._caps.fractions.pop(self, None)
-        if not self._heed_user():
-            self._apply()
-
-    def _heed_user(self) -> bool:
-        """Remembers a cap that no AllocatorCap has set as the user's; returns whether there was one."""
-        fraction = torch.cuda.get_per_process_memory_fraction(self._device)
-        if fraction == self._caps.in_force:
-            return False
-        self._caps.users = fraction
-        return True
-
-    def _apply(self) -> None:
-        *_, latest = 1.0, *self._caps.fractions.values()
-        torch.cuda.set_per_process_memory_fraction(min(latest, self._caps.users), self._device)
-        self._caps.in_force = torch.cuda.get_per_process_memory_fraction(self._device)  # rounded to bytes
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    ours, users = _caps.get(uuid, (None, 1.0))
+    users = users if before == ours else before
+    torch.cuda.set_per_process_memory_fraction(min(fraction, users), device)
+    _caps[uuid] = torch.cuda.get_per_process_memory_fraction(device), users  # the first is rounded to bytes
 
 
-@dataclass(eq=False)
-class _Caps:
-    """The caps of this process on one GPU, as fractions of its memory."""
-
-    users: float = 1.0
-    in_force: float | None = None
-    """The last one set here; None before the first."""
-    fractions: dict[AllocatorCap, float] = field(default_factory=dict)
-    """By cap, in the order in which they were set."""
-
-
-_caps_by_uuid: dict[str, _Caps] = {}
-
-
-@contextlib.contextmanager
-def caps_removed_on_error() -> Iterator[None]:
-    """Removes the caps that were set inside if an error leaves the context."""
-    before = {cap for caps in _caps_by_uuid.values() for cap in caps.fractions}
-    try:
-        yield
-    except BaseException:
-        for cap in [cap for caps in _caps_by_uuid.values() for cap in caps.fractions if cap not in before]:
-            cap.remove()
-        raise
+_caps: dict[str, tuple[float, float]] = {}
+"""By the UUID of a GPU: the cap that was last set here, and the user's."""
 
 
 def _set_allocator(settings: str) -> None:

@@ -14,7 +14,7 @@ import psutil
 import pynvml
 import torch
 
-from triaccel_ray.cuda.allocator import AllocatorCap
+from triaccel_ray.cuda.allocator import cap_memory
 from triaccel_ray.cuda.nvml import nvml_handle
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError
 from triaccel_ray.records.signals import MemorySignal
@@ -134,7 +134,7 @@ class MemoryMeter(ABC):
         return
 
     def close(self) -> None:
-        """Restores the cap on the process that was in force before, if the device enforces the budget."""
+        """Ends the cap on the process, if the device enforces the budget."""
         return
 
     def raise_peaks(self, peak_bytes: int, allocated_peak_bytes: int) -> None:
@@ -149,6 +149,7 @@ class MemoryMeter(ABC):
         if self._headroom_bytes is not None:
             self.limit_bytes, self.has_budget = min(used + self._headroom_bytes, self._most_bytes), True
         if used >= self.limit_bytes:
+            self.close()
             raise ValueError(
                 f"memory budget = {mib(self.limit_bytes)}: the process already holds {mib(used)} on {self.name} with "
                 "runtime, model, optimizer and data, before the first batch; give a larger budget or a smaller model"
@@ -254,7 +255,7 @@ class CudaMemory(MemoryMeter):
 
     def __init__(self, device: torch.device, budget_bytes: int | None, headroom_bytes: int | None = None) -> None:
         """Creates the CUDA context, and sets the cap."""
-        self._device, self._cap = device, AllocatorCap(device)
+        self._device = device
         self.name, self._handle = torch.cuda.get_device_properties(device).name, nvml_handle(device)
         torch.zeros(1, device=device)  # creates the context, so that the first sample includes it
         self._reset_peak()
@@ -268,8 +269,8 @@ class CudaMemory(MemoryMeter):
         self._enforce(reserve_bytes=LAZY_LOADING_BYTES)
 
     def close(self) -> None:
-        """Restores the cap on the process that was in force before."""
-        self._cap.remove()
+        """Ends the cap on the process; a cap of the user's stays."""
+        cap_memory(self._device, 1.0)
 
     def trim(self) -> None:
         """Returns the allocator's unused blocks to the driver."""
@@ -325,7 +326,7 @@ class CudaMemory(MemoryMeter):
             left = max(room - torch.cuda.memory_reserved(self._device), 0)
             total = torch.cuda.get_device_properties(self._device).total_memory
             share = min((room - min(reserve_bytes, left // 2)) / total, 1.0)
-        self._cap.set(share)
+        cap_memory(self._device, share)
 
 
 def memory_meter(
@@ -344,7 +345,5 @@ def mib(num_bytes: int) -> str:
 
 def _heap_bytes() -> int:
     """Returns the bytes allocated on the heap; 0 if the C library does not report them."""
-    if not hasattr(psutil, "heap_info"):
-        return 0
-    found = psutil.heap_info()
-    return int(found.heap_used + found.mmap_used)
+    found = psutil.heap_info() if hasattr(psutil, "heap_info") else None
+    return 0 if found is None else int(found.heap_used + found.mmap_used)
