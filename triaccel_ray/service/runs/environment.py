@@ -73,9 +73,10 @@ def part_of_device(total_bytes: int, num_sharing: int, budget_bytes: int | None 
 
 
 def cap_memory_share(device: torch.device, num_sharing: int, budget_bytes: int | None = None) -> int | None:
-    """Returns the memory budget of a process that shares a GPU with others, and caps its memory there until its loop is closed.
+    """Returns the memory budget of a process that shares a GPU with others, and caps its memory there.
 
-    A process on a CPU, or with a GPU of its own, is not capped and gets `budget_bytes` back.
+    The cap ends when the process's loop is closed. A process on a CPU, or with a GPU of its own, is not capped and gets
+    `budget_bytes` back.
 
     Raises:
         ValueError: see `part_of_device`; or the CUDA context alone takes more.
