@@ -97,7 +97,7 @@ class ControlLoop(EpochLoop):
             self._schedule.require_enough_steps(self.sampler.num_samples, epochs)
             self._epoch, self.timer = EpochProgress(self.device, training.loss_sums[0]), StepTimer(self.device)
             step = training.steps.step
-            profile = ProfileMeter(model, self.device, step.region_costs, step.accumulation_bytes)
+            profile = ProfileMeter(model, self.device, step.region_costs)
             self.sensors = Sensors(
                 training.supported, training.moments, self.memory, self.timer, training.loss_sums[1], profile
             )

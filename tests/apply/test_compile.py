@@ -55,12 +55,19 @@ def test_the_largest_blocks_that_repeat_are_found_whatever_holds_them() -> None:
 Graphs = list[torch.fx.GraphModule]
 
 
-def recorded_by(seen: Graphs) -> Any:
-    """A backend that appends each graph to `seen`, and runs it as it is."""
+def recorded_by(seen: Graphs, ran: list[int] | None = None) -> Any:
+    """A backend that appends each graph to `seen`, and runs it as it is; each run appends its index to `ran`."""
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        index = len(seen)
         seen.append(graph)
-        return graph.forward
+
+        def run(*args: Any) -> Any:
+            if ran is not None:
+                ran.append(index)
+            return graph.forward(*args)
+
+        return run
 
     return backend
 
@@ -101,7 +108,7 @@ def test_equal_blocks_share_compiled_code_and_a_plan_adds_only_its_variants(has_
 
 
 def test_of_unequal_blocks_only_the_batch_dimension_is_dynamic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of equal shapes share code. Maps of other sizes get code of their own, a new batch size does not."""
+    """Blocks of equal shapes share code. Maps of other sizes get code of their own; a third batch size does not."""
     seen: Graphs = []
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=recorded_by(seen)))
     model = nn.Sequential(Block(4), Wired(lambda self, x: x[:, ::2].contiguous()), Block(4), Block(4))
@@ -109,8 +116,8 @@ def test_of_unequal_blocks_only_the_batch_dimension_is_dynamic(monkeypatch: pyte
     for size in (3, 5, 7):
         with compilation.in_force():
             compilation.forward_of(None)(torch.ones(size, 10, 4, requires_grad=True)).sum().backward()
-    assert len(seen) == 2
-    for graph, length in zip(seen, (10, 5), strict=True):
+    assert len(seen) == 4  # for the first batch size, then for any other
+    for graph, length in zip(seen[2:], (10, 5), strict=True):
         entered = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
         maps = [each.shape for each in entered if isinstance(each, torch.Tensor) and each.dim() == 3]
         assert {type(shape[0]) for shape in maps} == {torch.SymInt}
@@ -125,7 +132,7 @@ def test_sizes_that_vary_become_dynamic_at_the_second(dimension: int, monkeypatc
     seen: Graphs = []
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=recorded_by(seen)))
     model = nn.Sequential(Block(4), Block(4))
-    compilation = Compilation(model, list(model), are_equal=False, batch_varies=False)
+    compilation = Compilation(model, list(model), are_equal=False)
     for size in (12, 9, 7, 5):
         shape = [12, 12, 4]
         shape[dimension] = size
@@ -133,6 +140,45 @@ def test_sizes_that_vary_become_dynamic_at_the_second(dimension: int, monkeypatc
             compilation.forward_of(None)(torch.ones(shape, requires_grad=True)).sum().backward()
     assert len(seen) == 2  # with constant sizes, then with a dynamic one
     compilation.remove()
+
+
+def test_the_first_sizes_of_unequal_blocks_keep_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches that were tried and undone must not leave the whole batch with the slower code for any size."""
+    seen: Graphs = []
+    ran: list[int] = []
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=recorded_by(seen, ran)))
+    model = nn.Sequential(Block(4), Block(4))
+    compilation = Compilation(model, list(model), are_equal=False)
+    for size in (12, 6, 12, 3, 12):
+        with compilation.in_force():
+            compilation.forward_of(None)(torch.ones(size, 4, requires_grad=True)).sum().backward()
+    assert ran[::2] == ran[1::2] == [0, 1, 0, 1, 0]
+    compilation.remove()
+
+
+@pytest.mark.parametrize(("num_short", "is_compiled"), [(32, False), (33, True)])
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_no_code_is_compiled_for_a_short_batch(
+    num_short: int, is_compiled: bool, has_blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more than half of the samples, an uncompiled pass might take more memory than a whole batch."""
+    seen: Graphs = []
+    ran: list[int] = []
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=recorded_by(seen, ran)))
+    torch.manual_seed(0)
+    num_samples = 128 + num_short
+    data = torch.randn(num_samples, 8), torch.randint(0, 10, (num_samples,))
+    config = fixed(FP32, compile="auto" if has_blocks else "on", activations="recompute")
+    model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(Block(16), Block(16)), nn.Linear(16, 10))
+    loop = loop_of(model, config, data=data)
+    if has_blocks:
+        loop._training.steps.step.compilation = Compilation(model, list(model[1]), are_equal=False)
+    losses = [loop.train_epoch().loss for _ in range(2)]
+    per_step = 4 if has_blocks else 1  # two blocks, and each again in the backward pass
+    assert len(ran) == 2 * per_step * (3 if is_compiled else 2)
+    assert len(seen) == (2 if is_compiled else 1)
+    assert losses[1] < losses[0]
+    loop.close()
 
 
 class Checkpointed(Block):

@@ -122,7 +122,7 @@ def test_recomputation_does_not_count_as_backward_time(monkeypatch: pytest.Monke
 def test_a_profile_is_there_once_costs_are_known(norm: nn.Module) -> None:
     model = nn.Sequential(*perceptron()[:4], norm, nn.Linear(24, 4))
     step = recorded(model)
-    meter = ProfileMeter(model, CPU, step.region_costs, step.accumulation_bytes)
+    meter = ProfileMeter(model, CPU, step.region_costs)
     assert meter.read(16) is None
     for index in range(2):
         step.run(ALL, ONE, step=index)

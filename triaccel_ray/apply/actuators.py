@@ -65,3 +65,4 @@ class Actuators:
         self._cache.step.precision.set(plan.precision)
         self._cache.step.activations.set(plan.storage)
         self._cache.step.set_num_micro_batches(plan.num_micro_batches, plan.micro_batch_size)
+        self._cache.step.batch_size = plan.batch_size

@@ -88,12 +88,14 @@ class Step:
         self.activations = options.activations or Activations({}, sampler.generator.device)
         self.peers, self._reduction = options.peers, options.reduction
         self.recorder: RegionRecorder | None = None
-        """What has recorded the first micro-batch of the last pass; None if nothing had to be recorded."""
+        """What has recorded the last pass's first micro-batch, if anything."""
         self._is_compiled_by_user = is_compiled(model) and self.compilation is None
         self.num_micro_batches = 1
         """Micro-batches per batch now: the plan's number, or more after a batch that did not fit."""
         self.min_micro_batch_size = 1
         """A short batch is not split further once its micro-batches hold at most this many samples."""
+        self.batch_size = 0
+        """The plan's batch size; the last batch of an epoch may be shorter."""
         self._is_budget_waived = False
         self._parameters = tuple(model.parameters())
         self.trained = trained_modules(model, loss)
@@ -107,25 +109,17 @@ class Step:
 
     def pass_kind(self, num_own: int, num_samples: int) -> Hashable:
         """Returns what determines the calls that a pass of `num_own` of so many samples makes, as the step is set."""
-        stored = tuple(self.activations.storage.items())
-        return num_own, num_samples, self.num_parts(num_samples), self.precision.key, stored
+        storage = self.activations.storage
+        return num_own, num_samples, self.num_parts(num_samples), self.precision.key, tuple(storage.items())
 
     def region_costs(self, batch_size: int) -> tuple[int, tuple[RegionSignal, ...]]:
         """Returns the size of a batch's micro-batches, and the regions' costs in a pass of one; empty if not known.
 
         The size counts the samples of all ranks, the costs are those of this rank's share.
         """
-        share = self.peers.ranks.largest_share(batch_size)
-        size, own_size = (-(-number // self.num_micro_batches) for number in (batch_size, share))
+        both = batch_size, self.peers.ranks.largest_share(batch_size)
+        size, own_size = (-(-number // self.num_micro_batches) for number in both)
         return size, self.activations.signals(own_size, self.precision.key)
-
-    def accumulation_bytes(self) -> int:
-        """Returns the bytes that sums of gradients over micro-batches take, at most.
-
-        They are FP32, and exist when the backward pass of a later micro-batch starts. Those of a batch in one part do
-        not exist yet then.
-        """
-        return sum(4 * parameter.numel() for parameter in self._parameters if parameter.requires_grad)
 
     def set_num_micro_batches(self, num_micro_batches: int, min_micro_batch_size: int = 1) -> None:
         """Sets the number of micro-batches that each batch is split into from now on.
@@ -196,8 +190,8 @@ class Step:
                 self.num_micro_batches, self.min_micro_batch_size = planned[:2]
                 self.activations.set(planned[2])
                 self._is_budget_waived = True
-                kind = FaultKind.BUDGET_EXCEEDED
-                memory_faults = (Fault(kind=kind, step=step, phase="forward_backward", detail=detail),)
+                exceeded = FaultKind.BUDGET_EXCEEDED
+                memory_faults = (Fault(kind=exceeded, step=step, phase="forward_backward", detail=detail),)
                 continue
             if not stores_less:
                 if num_parts >= min(self.num_micro_batches, most_parts):
@@ -237,8 +231,8 @@ class Step:
         else:
             self.compilation.remove()
             self.compilation, consequence = None, "the model runs as it is"
-        text = f"torch.compile failed, {consequence}: {first_paragraph(error)}"
-        return (Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text),)
+        detail = f"torch.compile failed, {consequence}: {first_paragraph(error)}"
+        return (Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=detail),)
 
     def compile_whole(self) -> None:
         """Compiles the model as a whole in place of its blocks, and drops its regions: they are part of the code."""
@@ -268,6 +262,9 @@ class Step:
         num_passed = 0
         if self.stepper is not None:
             self.stepper.attempt()
+        if self.compilation is not None:
+            planned = -(-self.batch_size // self.num_micro_batches)
+            self.compilation.is_short = 2 * -(-num_samples // self.num_parts(num_samples)) <= planned
         with self._compiling():
             for count, inputs, targets in batches:
                 recorder = None

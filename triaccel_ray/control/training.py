@@ -258,7 +258,6 @@ class Training:
             self.model,
             blocks,
             are_equal=are_equal,
-            batch_varies=self._config.batch.enabled,
             spares_memory=self.memory.has_budget,
         )
         self._note(FaultKind.COMPILED, "compile", f"{compilation}: {reason}")

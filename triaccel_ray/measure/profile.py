@@ -22,10 +22,8 @@ Costs = Callable[[int], tuple[int, tuple[RegionSignal, ...]]]
 class ProfileMeter:
     """Reads the memory profile at ticks, once the costs of regions are known for the micro-batch of now."""
 
-    def __init__(
-        self, model: nn.Module, device: torch.device, costs: Costs, accumulation_bytes: Callable[[], int]
-    ) -> None:
-        self._model, self._device, self._costs, self._accumulation_bytes = model, device, costs, accumulation_bytes
+    def __init__(self, model: nn.Module, device: torch.device, costs: Costs) -> None:
+        self._model, self._device, self._costs = model, device, costs
         self._bandwidth = 0.0, 0.0
 
     def read(self, batch_size: int) -> MemoryProfile | None:
@@ -39,13 +37,14 @@ class ProfileMeter:
         if not all(self._bandwidth):
             self._bandwidth = link_bandwidth(self._device)
         to_host, to_device = self._bandwidth
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         return MemoryProfile(
             regions=regions,
             micro_batch_size=micro_batch_size,
             to_host_bytes_per_ms=to_host,
             to_device_bytes_per_ms=to_device,
             can_split=not any(map(uses_batch_statistics, batch_norms(self._model))),
-            accumulation_bytes=self._accumulation_bytes(),
+            accumulation_bytes=4 * sum(parameter.numel() for parameter in trained),
         )
 
 
