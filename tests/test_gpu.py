@@ -161,7 +161,7 @@ def test_an_error_about_a_small_budget_names_one_that_suffices() -> None:
     idle = trained(None).memory.idle_bytes
     with pytest.raises(torch.OutOfMemoryError, match=r"Give a memory budget of [0-9]+ MiB or more") as raised:
         trained(idle + 240 * 2**20)
-    least = int(str(raised.value).split("budget of ")[1].split(" MiB")[0]) * 2**20
+    least = int(str(raised.value).split("Give a memory budget of ")[1].split(" MiB")[0]) * 2**20
     assert least > idle + 240 * 2**20
     del raised
     assert trained(least).memory.peak_bytes <= least

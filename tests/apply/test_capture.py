@@ -51,7 +51,7 @@ def test_a_model_is_laid_out_in_channels_last_memory_and_norms_that_meet_another
         nn.Conv2d(3, 8, 3, padding=1), Contiguous() if contiguous else nn.Identity(), nn.BatchNorm2d(8), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10),
     ).cuda()  # fmt: skip
-    loop = loop_of(model, fixed(Precision.FP16, capture=True), on_tick=ticks.append)
+    loop = loop_of(model, fixed(Precision.FP16, compile="auto"), on_tick=ticks.append)
     for _ in range(2):
         loop.train_epoch()
     faults = faults_of(ticks)

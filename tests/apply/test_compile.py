@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.apply.captured import faults_of, fixed, loop_of
+from tests.apply.captured import fixed, loop_of
+from tests.apply.compiled import Block, Graphs, recorded_by, told
 from tests.build import BF16, FP32, Wired
 from triaccel_ray.apply.compile import Compilation, is_compiled, share_kernel_cache
 from triaccel_ray.apply.precision import LayerPrecision
@@ -19,15 +20,6 @@ from triaccel_ray.model.layers import find_layers
 from triaccel_ray.model.regions import repeated_blocks
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.trainables.bert import Bert
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Pair(nn.Module):
@@ -50,26 +42,6 @@ def test_the_largest_blocks_that_repeat_are_found_whatever_holds_them() -> None:
     # None where they grow wider, or are a small part.
     assert found(nn.Sequential(*[Block(width) for width in (8, 16, 32, 64)])) == []
     assert found(nn.Sequential(Block(4), Block(4), nn.Linear(100, 100))) == []
-
-
-Graphs = list[torch.fx.GraphModule]
-
-
-def recorded_by(seen: Graphs, ran: list[int] | None = None) -> Any:
-    """A backend that appends each graph to `seen`, and runs it as it is; each run appends its index to `ran`."""
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        index = len(seen)
-        seen.append(graph)
-
-        def run(*args: Any) -> Any:
-            if ran is not None:
-                ran.append(index)
-            return graph.forward(*args)
-
-        return run
-
-    return backend
 
 
 @pytest.mark.parametrize("has_copies", [False, True])
@@ -105,80 +77,6 @@ def test_equal_blocks_share_compiled_code_and_a_plan_adds_only_its_variants(has_
     assert len(seen) == 2
     assert exact.dtype is torch.float32
     torch.testing.assert_close(outputs.float(), exact, rtol=0.1, atol=0.1)
-
-
-def test_of_unequal_blocks_only_the_batch_dimension_is_dynamic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of equal shapes share code. Maps of other sizes get code of their own; a third batch size does not."""
-    seen: Graphs = []
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=recorded_by(seen)))
-    model = nn.Sequential(Block(4), Wired(lambda self, x: x[:, ::2].contiguous()), Block(4), Block(4))
-    compilation = Compilation(model, [model[0], model[2], model[3]], are_equal=False)
-    for size in (3, 5, 7):
-        with compilation.in_force():
-            compilation.forward_of(None)(torch.ones(size, 10, 4, requires_grad=True)).sum().backward()
-    assert len(seen) == 4  # for the first batch size, then for any other
-    for graph, length in zip(seen[2:], (10, 5), strict=True):
-        entered = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
-        maps = [each.shape for each in entered if isinstance(each, torch.Tensor) and each.dim() == 3]
-        assert {type(shape[0]) for shape in maps} == {torch.SymInt}
-        assert {type(size) for shape in maps for size in shape[1:]} == {int}
-        assert {shape[1] for shape in maps} == {length}
-    compilation.remove()
-    assert not is_compiled(model)
-
-
-@pytest.mark.parametrize("dimension", [0, 1])
-def test_sizes_that_vary_become_dynamic_at_the_second(dimension: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: Graphs = []
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=recorded_by(seen)))
-    model = nn.Sequential(Block(4), Block(4))
-    compilation = Compilation(model, list(model), are_equal=False)
-    for size in (12, 9, 7, 5):
-        shape = [12, 12, 4]
-        shape[dimension] = size
-        with compilation.in_force():
-            compilation.forward_of(None)(torch.ones(shape, requires_grad=True)).sum().backward()
-    assert len(seen) == 2  # with constant sizes, then with a dynamic one
-    compilation.remove()
-
-
-def test_the_first_sizes_of_unequal_blocks_keep_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Micro-batches that were tried and undone must not leave the whole batch with the slower code for any size."""
-    seen: Graphs = []
-    ran: list[int] = []
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=recorded_by(seen, ran)))
-    model = nn.Sequential(Block(4), Block(4))
-    compilation = Compilation(model, list(model), are_equal=False)
-    for size in (12, 6, 12, 3, 12):
-        with compilation.in_force():
-            compilation.forward_of(None)(torch.ones(size, 4, requires_grad=True)).sum().backward()
-    assert ran[::2] == ran[1::2] == [0, 1, 0, 1, 0]
-    compilation.remove()
-
-
-@pytest.mark.parametrize(("num_short", "is_compiled"), [(32, False), (33, True)])
-@pytest.mark.parametrize("has_blocks", [False, True])
-def test_no_code_is_compiled_for_a_short_batch(
-    num_short: int, is_compiled: bool, has_blocks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With more than half of the samples, an uncompiled pass might take more memory than a whole batch."""
-    seen: Graphs = []
-    ran: list[int] = []
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=recorded_by(seen, ran)))
-    torch.manual_seed(0)
-    num_samples = 128 + num_short
-    data = torch.randn(num_samples, 8), torch.randint(0, 10, (num_samples,))
-    config = fixed(FP32, compile="auto" if has_blocks else "on", activations="recompute")
-    model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(Block(16), Block(16)), nn.Linear(16, 10))
-    loop = loop_of(model, config, data=data)
-    if has_blocks:
-        loop._training.steps.step.compilation = Compilation(model, list(model[1]), are_equal=False)
-    losses = [loop.train_epoch().loss for _ in range(2)]
-    per_step = 4 if has_blocks else 1  # two blocks, and each again in the backward pass
-    assert len(ran) == 2 * per_step * (3 if is_compiled else 2)
-    assert len(seen) == (2 if is_compiled else 1)
-    assert losses[1] < losses[0]
-    loop.close()
 
 
 class Checkpointed(Block):
@@ -263,10 +161,6 @@ def tower_loop(compile_: str, *, waits: str = "", device: str = "cuda", level: P
     inputs, targets = torch.randn(640, 8, generator=generator), torch.randint(0, 10, (640,), generator=generator)
     data, config = (inputs.to(device), targets.to(device)), fixed(level, compile=compile_)
     return loop_of(Tower(waits=waits).to(device), config, data=data, on_tick=ticks.append), ticks
-
-
-def told(ticks: list[Any]) -> list[str]:
-    return [f"{fault.kind}: {fault.detail}" for fault in faults_of(ticks)]
 
 
 @pytest.mark.gpu
