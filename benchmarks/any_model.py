@@ -9,8 +9,8 @@
     lean             bare, with weights="split" and step_in_backward
     lean-8bit        lean, with optimizer_state="8bit"
 
-Each runs in its own process. With `--prewarm` all compile concurrently first,
-so that measurements start from a warm cache. Data are noise with a weak signal; a tenth of the labels is random. All
+Each runs in its own process. With `--together` all compile at the same time, then each is timed alone: this takes the
+memory of all, and starts take longer. Data are noise with a weak signal; a tenth of the labels is random. All
 methods see the same batches in the same order, so that their losses can be compared.
 Models of timm, torchvision and transformers are left out if these packages are not installed. `--models` also takes the
 name of any image classifier of timm, such as timm:swin_tiny_patch4_window7_224.
@@ -18,14 +18,17 @@ name of any image classifier of timm, such as timm:swin_tiny_patch4_window7_224.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from multiprocessing import Manager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +44,7 @@ OURS = ("loop", "bare", "checkpointed", "lean", "lean-8bit")
 METHODS = ("amp", "reduce-overhead", "graph", *OURS)
 LOSS_STEPS = (180, 200)
 """Range of steps over which the training loss is averaged for comparison."""
+_MOST_COMPILE_S = 1800.0
 Step = Callable[[], Any]
 
 
@@ -188,8 +192,29 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
     return loop.step, last, (loop, ticks)
 
 
-def run(name: str, method: str, num_steps: int, seed: int) -> dict[str, Any]:
-    """Trains one model with one method and returns the measurements."""
+class Turns(NamedTuple):
+    """What processes that compile at the same time share, by proxies, so that each is timed alone."""
+
+    compiled: threading.Barrier
+    alone: threading.Lock
+
+
+def run_in_turn(name: str, method: str, num_steps: int, seed: int, turns: Turns) -> dict[str, Any]:
+    """Does what `run` does, together with the processes that share `turns`."""
+    with contextlib.ExitStack() as turn:
+
+        def await_turn() -> None:
+            turn.pop_all().close()
+            turn.enter_context(turns.alone)
+
+        turn.callback(turns.compiled.wait, _MOST_COMPILE_S)  # also after an error
+        return run(name, method, num_steps, seed, await_turn)
+
+
+def run(
+    name: str, method: str, num_steps: int, seed: int, await_turn: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Trains one model with one method and returns the measurements; calls `await_turn` after the first steps."""
     use_lean_memory(torch.device("cuda", 0))  # as the service's processes do; any program may call it
     began, memory = time.perf_counter(), memory_meter(torch.device("cuda", 0))
     job = job_of(name, seed)
@@ -204,6 +229,7 @@ def run(name: str, method: str, num_steps: int, seed: int) -> dict[str, Any]:
         step()
     torch.cuda.synchronize()
     started = time.perf_counter() - ready
+    await_turn()
     losses = []
     for index in range(6, LOSS_STEPS[1]):
         step()
@@ -240,15 +266,16 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--steps", type=int, default=1000, help="steps that are timed, after the first 200")
     parser.add_argument("--seed", type=int, default=0, help="of samples, first weights and dropout")
-    parser.add_argument("--prewarm", action="store_true", help="compile everything at once before anything is timed")
+    parser.add_argument("--together", action="store_true", help="compile everything at once before anything is timed")
     args = parser.parse_args()
     if not has_gpus():
         return 1
     runs = list(itertools.product(installed(args.models), args.methods))
-    if args.prewarm:
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda each: run_apart(run, *each, 10, args.seed), runs))
-    return print_all(run_apart(run, *each, args.steps, args.seed) for each in runs)
+    if not args.together:
+        return print_all(run_apart(run, *each, args.steps, args.seed) for each in runs)
+    with Manager() as manager, ThreadPoolExecutor(len(runs)) as pool:
+        turns = Turns(manager.Barrier(len(runs)), manager.Lock())
+        return print_all(pool.map(lambda each: run_apart(run_in_turn, *each, args.steps, args.seed, turns), runs))
 
 
 if __name__ == "__main__":

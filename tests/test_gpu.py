@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.apply.precision import DTYPES, LayerPrecision
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.control.errors import BudgetTooSmallError
 from triaccel_ray.decide import replay
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.memory import CudaMemory
@@ -159,7 +160,7 @@ def test_an_error_about_a_small_budget_names_one_that_suffices() -> None:
         return loop
 
     idle = trained(None).memory.idle_bytes
-    with pytest.raises(torch.OutOfMemoryError, match=r"Give a memory budget of [0-9]+ MiB or more") as raised:
+    with pytest.raises(BudgetTooSmallError, match=r"Give a memory budget of [0-9]+ MiB or more") as raised:
         trained(idle + 240 * 2**20)
     least = int(str(raised.value).split("Give a memory budget of ")[1].split(" MiB")[0]) * 2**20
     assert least > idle + 240 * 2**20

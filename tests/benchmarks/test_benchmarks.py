@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import many_gpus
+from benchmarks import any_model, many_gpus
 from benchmarks.architectures import compare
 from benchmarks.many_gpus import measure_link, predicted_ratio, spawned
 from benchmarks.search_overhead import Contender, faults, optuna_alone
@@ -44,6 +49,29 @@ def test_a_model_of_transformers_trains_as_with_amp() -> None:
     assert (found["layers"], found["faults"]) == (14, [])
     assert found["differs"] < 0.02
     assert found["loop"] < 0.68  # of ln 2 = 0.693: it has learned
+
+
+def test_runs_that_compile_at_once_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def train(name: str, method: str, num_steps: int, seed: int, await_turn: Callable[[], None]) -> dict[str, Any]:
+        if name == "broken":
+            raise ValueError(name)
+        seen.append("compiled")
+        await_turn()
+        seen.append("begins")
+        time.sleep(0.05)
+        seen.append("ends")
+        return {"model": name}
+
+    monkeypatch.setattr(any_model, "run", train)
+    turns = any_model.Turns(threading.Barrier(3), threading.Lock())
+    with ThreadPoolExecutor(3) as pool:
+        names = ["gpt", "broken", "resnet18"]
+        runs = [pool.submit(any_model.run_in_turn, name, "loop", 10, 0, turns) for name in names]
+        errors = [run.exception() for run in runs]
+    assert [type(error) for error in errors] == [type(None), ValueError, type(None)]
+    assert seen == ["compiled"] * 2 + ["begins", "ends"] * 2
 
 
 def test_one_gpu_is_not_compared_with_itself(

@@ -12,6 +12,7 @@ from tests.service.build import SimulatedRun
 from tests.service.desk import typed
 from tests.service.own_task import write_module
 from tests.service.records import RUN_SPEC
+from triaccel_ray.control.errors import BudgetTooSmallError
 from triaccel_ray.records.codec import encode
 from triaccel_ray.service.cli import execute as commands
 from triaccel_ray.service.cli.main import main
@@ -200,6 +201,7 @@ def test_bad_input_is_named_and_nothing_is_touched(
     [
         (KeyboardInterrupt(), 130, "stopped\n"),
         (RunFailedError(Path("amp"), ValueError("a mistake")), 1, "amp failed (bug): ValueError: a mistake"),
+        (RunFailedError(Path("amp"), BudgetTooSmallError("give 2 MiB")), 2, "amp failed (out_of_memory): Budget"),
         (OSError(errno.ENOSPC, "No space left"), 2, "No space left: make room, then go on with `triaccel resume`"),
     ],
 )

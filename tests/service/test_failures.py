@@ -1,8 +1,17 @@
+import pickle
 from pathlib import Path
 
+from triaccel_ray.control.errors import BudgetTooSmallError
 from triaccel_ray.records.events import End
 from triaccel_ray.service.commands.train import _end_record
-from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, PreemptedError, RunFailedError, cause_of
+from triaccel_ray.service.failures import (
+    DiskFullError,
+    NonFiniteLossError,
+    PreemptedError,
+    RunFailedError,
+    cause_of,
+    picklable,
+)
 from triaccel_ray.service.storage.layout import ERROR
 
 
@@ -15,6 +24,11 @@ def test_a_run_that_others_wait_for_fails_with_its_own_cause(tmp_path: Path) -> 
         assert str(failure).startswith(f"amp failed ({cause}): ")
         assert ERROR not in str(failure)
         assert failure.__cause__ is error
+
+
+def test_an_error_about_a_small_budget_stays_one_between_processes() -> None:
+    error = picklable(BudgetTooSmallError("give 2 MiB"))
+    assert type(pickle.loads(pickle.dumps(error))) is BudgetTooSmallError
 
 
 def test_a_search_and_a_comparison_with_failed_runs_have_failed() -> None:

@@ -44,6 +44,10 @@ def require_finite(config: ControlConfig, observation: Observation) -> None:
         )
 
 
+class BudgetTooSmallError(torch.OutOfMemoryError):
+    """The first step does not fit in the memory budget; the message has the least budget that suffices."""
+
+
 @contextlib.contextmanager
 def explaining_errors(training: Training, repeat_step: Callable[[], object] | None = None) -> Iterator[None]:
     """Adds to an error of the step inside what would help: if memory has run out, or code takes no 16-bit tensors.
@@ -69,6 +73,8 @@ def explaining_errors(training: Training, repeat_step: Callable[[], object] | No
             f"{'memory budget' if memory.has_budget else 'memory'} of {memory.name} is {mib(memory.limit_bytes)}, of "
             f"which the process held {mib(memory.idle_bytes)} before the first batch. {advice}"
         )
+        if least is not None:
+            raise BudgetTooSmallError(text) from error
         raise (MemoryError(text) if type(error) is MemoryError else torch.OutOfMemoryError(text)) from error
 
 
