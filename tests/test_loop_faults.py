@@ -30,7 +30,7 @@ from triaccel_ray.decide import replay
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.memory import MIB, memory_meter
 from triaccel_ray.records.events import Tick
-from triaccel_ray.records.plan import FaultKind, Precision
+from triaccel_ray.records.plan import FaultKind, Precision, ReasonCode
 
 
 def test_an_out_of_memory_error_shrinks_the_batch_until_memory_is_back() -> None:
@@ -269,3 +269,25 @@ def test_a_model_may_be_moved_before_its_loop_is_closed() -> None:
     loop.model.to("meta")
     loop.close()
     assert "forward" not in vars(loop.model[0])
+
+
+def test_regions_are_measured_again_after_a_memory_plan_that_was_mispredicted() -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8)) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(8, 8), *blocks, nn.Linear(8, 4))
+    config = replace(QUIET, every_steps=8, batch=BatchConfig(enabled=False, start=16, minimum=16, maximum=16))
+    loop, ticks = loop_of(model, blobs(240), config, memory_budget=memory_meter(CPU).limit_bytes)
+    run(loop, 16)
+    before = ticks[-1].observation.profile
+    assert before is not None
+    loop.state = replace(loop.state, memory=replace(loop.state.memory, predicted_bytes=1, is_compared=False))
+    run(loop, 8)
+    assert ticks[-1].observation.profile == before
+    assert [reason.code for reason in ticks[-1].decision.reasons] == [ReasonCode.MEMORY_MISPREDICTED]
+    run(loop, 16)
+    again = ticks[-1].observation.profile
+    assert again is not None
+    assert [each.saved_bytes for each in again.regions] == [each.saved_bytes for each in before.regions]
+    assert [each.forward_ms for each in again.regions] != [each.forward_ms for each in before.regions]
+    assert ReasonCode.MEMORY_MISPREDICTED not in [reason.code for reason in ticks[-1].decision.reasons]
+    loop.close()

@@ -29,7 +29,7 @@ from triaccel_ray.measure.timing import StepTimer
 from triaccel_ray.model.layers import Loss
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.events import Tick
-from triaccel_ray.records.plan import Plan
+from triaccel_ray.records.plan import Plan, ReasonCode
 
 
 class ControlLoop(EpochLoop):
@@ -214,6 +214,8 @@ class ControlLoop(EpochLoop):
         if not self._ranks.is_alone:
             self._ranks.require_equal(f"the learning rate of tick {self.num_ticks}", self.optimizer.rates)
         applied = self._actuators.apply(decision.plan, step=self.num_steps)
+        if any(reason.code is ReasonCode.MEMORY_MISPREDICTED for reason in decision.reasons):
+            self._actuators.measure_regions_again()
         self.sensors.begin_interval(observation.plan, applied)
         self.state = decision.state
         self.num_ticks += 1

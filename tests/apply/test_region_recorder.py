@@ -98,6 +98,23 @@ def test_the_second_step_of_a_kind_is_timed_and_no_later_one(captured: bool) -> 
     assert step.region_costs(16)[0] == 8
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_costs_that_are_forgotten_are_found_again(captured: bool) -> None:
+    step = recorded(perceptron())
+    cache = cache_of(step, pool=RerunPool() if captured else None)
+    for index in range(4):
+        cache.run(ALL, ONE, step=index)
+    before = signals(step)
+    step.activations.forget_costs()
+    cache._pool.release()
+    assert signals(step) == ()
+    for index in range(2):
+        cache.run(ALL, ONE, step=index)
+    sizes = [[(each.name, each.saved_bytes, each.input_bytes) for each in found] for found in (before, signals(step))]
+    assert sizes[0] == sizes[1] != []
+    assert [each.forward_ms for each in signals(step)] != [each.forward_ms for each in before]
+
+
 def test_recomputation_does_not_count_as_backward_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 

@@ -105,6 +105,11 @@ class Activations:
         if self.regions and self._fixed is None and self.costs is None:
             self.costs = RegionCosts(self._device)
 
+    def forget_costs(self) -> None:
+        """Has later passes record the costs of the regions again, if they were requested."""
+        if self.costs is not None:
+            self.costs.forget()
+
     def recorder(
         self, num_samples: int, dtypes: tuple[torch.dtype, ...], *, is_captured: bool
     ) -> RegionRecorder | None:

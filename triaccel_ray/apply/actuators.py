@@ -43,6 +43,11 @@ class Actuators:
         self._adapting_ms += milliseconds
         return Applied(plan=self.plan, faults=faults, adapt_ms=milliseconds)
 
+    def measure_regions_again(self) -> None:
+        """Has the next steps measure the costs of regions again; captured steps are captured again for that."""
+        self._cache.step.activations.forget_costs()
+        self._pool.release()
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the plan, its cost, and what changes if a batch does not fit: number of micro-batches and storage."""
         step = self._cache.step

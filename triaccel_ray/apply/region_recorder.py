@@ -195,6 +195,11 @@ class RegionCosts:
             torch.cuda.synchronize(self._device)
         self._times[recorder.kind] = is_captured, recorder.times()
 
+    def forget(self) -> None:
+        """Has later passes find everything again."""
+        self._sizes.clear()
+        self._times.clear()
+
     def signals(self, kind: Kind) -> tuple[RegionSignal, ...]:
         """Returns the costs of the regions in a pass of this kind, in the order of their calls; empty if not known."""
         if kind not in self._sizes or kind not in self._times:
