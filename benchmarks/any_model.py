@@ -9,16 +9,15 @@
     lean             bare, with weights="split" and step_in_backward
     lean-8bit        lean, with optimizer_state="8bit"
 
-Each runs in its own process. With `--together` all compile at the same time, then each is timed alone: this takes the
-memory of all, and starts take longer. Data are noise with a weak signal; a tenth of the labels is random. All
-methods see the same batches in the same order, so that their losses can be compared.
+Each runs in its own process. With `--parallel-compile` all compile at the same time, then each is timed alone. That
+needs GPU memory for all of them, and starts take longer. Data are noise with a weak signal; a tenth of the labels is
+random. All methods see the same batches in the same order, so that their losses can be compared.
 Models of timm, torchvision and transformers are left out if these packages are not installed. `--models` also takes the
 name of any image classifier of timm, such as timm:swin_tiny_patch4_window7_224.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -26,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing import Manager
 from typing import Any, NamedTuple
 
@@ -34,17 +33,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.jobs import SIZES, Job, installed, job_of, model_name
-from benchmarks.processes import has_gpus, parser_of, print_all, run_apart
+from benchmarks.processes import Measurement, has_gpus, parser_of, print_all, run_apart
 from triaccel_ray.cuda.allocator import use_lean_memory
 from triaccel_ray.data.sampler import epoch_order
-from triaccel_ray.measure.memory import memory_meter
+from triaccel_ray.measure.memory import MemoryMeter, memory_meter
 from triaccel_ray.model.pytree import map_tensors
 
 OURS = ("loop", "bare", "checkpointed", "lean", "lean-8bit")
 METHODS = ("amp", "reduce-overhead", "graph", *OURS)
 LOSS_STEPS = (180, 200)
 """Range of steps over which the training loss is averaged for comparison."""
-_MOST_COMPILE_S = 1800.0
+_COMPILE_TIMEOUT_S = 1800.0
 Step = Callable[[], Any]
 
 
@@ -192,29 +191,20 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
     return loop.step, last, (loop, ticks)
 
 
-class Turns(NamedTuple):
-    """What processes that compile at the same time share, by proxies, so that each is timed alone."""
+class Started(NamedTuple):
+    """A job whose first steps have compiled and captured what the others run."""
 
-    compiled: threading.Barrier
-    alone: threading.Lock
-
-
-def run_in_turn(name: str, method: str, num_steps: int, seed: int, turns: Turns) -> dict[str, Any]:
-    """Does what `run` does, together with the processes that share `turns`."""
-    with contextlib.ExitStack() as turn:
-
-        def await_turn() -> None:
-            turn.pop_all().close()
-            turn.enter_context(turns.alone)
-
-        turn.callback(turns.compiled.wait, _MOST_COMPILE_S)  # also after an error
-        return run(name, method, num_steps, seed, await_turn)
+    step: Step
+    last_loss: Callable[[], Tensor]
+    memory: MemoryMeter
+    parts: Any
+    """The loop and its ticks; None for methods of PyTorch."""
+    found: Measurement
+    """What has been measured so far."""
 
 
-def run(
-    name: str, method: str, num_steps: int, seed: int, await_turn: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
-    """Trains one model with one method and returns the measurements; calls `await_turn` after the first steps."""
+def start(name: str, method: str, seed: int) -> Started:
+    """Makes the first six steps of one model with one method."""
     use_lean_memory(torch.device("cuda", 0))  # as the service's processes do; any program may call it
     began, memory = time.perf_counter(), memory_meter(torch.device("cuda", 0))
     job = job_of(name, seed)
@@ -223,40 +213,62 @@ def run(
     parts: Any = None
     if method in OURS:
         step, last, parts = ours(job, method)
+        memory = parts[0].memory
     else:
         step, last = peer(job, method)
-    for _ in range(6):  # the first steps compile and capture
+    for _ in range(6):
         step()
     torch.cuda.synchronize()
-    started = time.perf_counter() - ready
-    await_turn()
-    losses = []
+    seconds = {"start_s": time.perf_counter() - ready, "setup_s": ready - began}
+    return Started(step, last, memory, parts, {"model": name, "method": method, **seconds})
+
+
+def measure(started: Started, num_steps: int) -> Measurement:
+    """Makes the steps up to the last one of `LOSS_STEPS`, then times `num_steps`; returns the measurements."""
+    step, losses = started.step, []
     for index in range(6, LOSS_STEPS[1]):
         step()
         if index >= LOSS_STEPS[0] - 1:
-            losses.append(float(last()))
+            losses.append(float(started.last_loss()))
     torch.cuda.synchronize()
     stretches = []
     for _ in range(5):
-        start = time.perf_counter()
+        begin = time.perf_counter()
         for _ in range(num_steps // 5):
             step()
         torch.cuda.synchronize()
-        stretches.append(1e3 * (time.perf_counter() - start) / (num_steps // 5))
-    found = {
-        "model": name, "method": method, "ms": sum(stretches) / 5, "stretches": [round(ms, 3) for ms in stretches],
-        "start_s": started, "setup_s": ready - began, "loss": sum(losses[1:]) / len(losses[1:]),
+        stretches.append(1e3 * (time.perf_counter() - begin) / (num_steps // 5))
+    found = started.found | {
+        "ms": sum(stretches) / 5, "stretches": [round(ms, 3) for ms in stretches],
+        "loss": sum(losses[1:]) / len(losses[1:]),
     }  # fmt: skip
-    if parts is not None:
-        loop, ticks = parts
-        memory = loop.memory
-        memory.refresh_peaks()
+    started.memory.refresh_peaks()
+    if started.parts is not None:
+        loop, ticks = started.parts
         loop.close()
         faults = [fault for tick in ticks for fault in tick.observation.faults]
         found["faults"] = sorted({f"{fault.kind}@{fault.step}: {fault.detail}"[:220] for fault in faults})
-    else:
-        memory.refresh_peaks()
-    return found | {"peak_mib": memory.peak_bytes / 2**20}
+    return found | {"peak_mib": started.memory.peak_bytes / 2**20}
+
+
+def run(name: str, method: str, num_steps: int, seed: int) -> Measurement:
+    """Trains one model with one method and returns the measurements."""
+    return measure(start(name, method, seed), num_steps)
+
+
+def run_after_all_compiled(
+    name: str, method: str, num_steps: int, seed: int, barrier: threading.Barrier, gpu: threading.Lock
+) -> Measurement:
+    """Does what `run` does, but is timed alone, once all runs that share `barrier` and `gpu` have compiled.
+
+    If the process of one of them dies before, the others fail after `_COMPILE_TIMEOUT_S`.
+    """
+    try:
+        started = start(name, method, seed)
+    finally:
+        barrier.wait(_COMPILE_TIMEOUT_S)  # also after an error: the others would wait for this run
+    with gpu:
+        return measure(started, num_steps)
 
 
 def main() -> int:
@@ -266,16 +278,19 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--steps", type=int, default=1000, help="steps that are timed, after the first 200")
     parser.add_argument("--seed", type=int, default=0, help="of samples, first weights and dropout")
-    parser.add_argument("--together", action="store_true", help="compile everything at once before anything is timed")
+    parser.add_argument("--parallel-compile", action="store_true", help="compile all at once, then time each alone")
     args = parser.parse_args()
     if not has_gpus():
         return 1
     runs = list(itertools.product(installed(args.models), args.methods))
-    if not args.together:
+    if not (args.parallel_compile and runs):
         return print_all(run_apart(run, *each, args.steps, args.seed) for each in runs)
     with Manager() as manager, ThreadPoolExecutor(len(runs)) as pool:
-        turns = Turns(manager.Barrier(len(runs)), manager.Lock())
-        return print_all(pool.map(lambda each: run_apart(run_in_turn, *each, args.steps, args.seed, turns), runs))
+        shared = manager.Barrier(len(runs)), manager.Lock()
+        measured = (
+            pool.submit(run_apart, run_after_all_compiled, *each, args.steps, args.seed, *shared) for each in runs
+        )
+        return print_all(future.result() for future in as_completed(measured))
 
 
 if __name__ == "__main__":

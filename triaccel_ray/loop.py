@@ -29,7 +29,7 @@ from triaccel_ray.measure.timing import StepTimer
 from triaccel_ray.model.layers import Loss
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.events import Tick
-from triaccel_ray.records.plan import Plan, ReasonCode
+from triaccel_ray.records.plan import Plan
 
 
 class ControlLoop(EpochLoop):
@@ -214,7 +214,7 @@ class ControlLoop(EpochLoop):
         if not self._ranks.is_alone:
             self._ranks.require_equal(f"the learning rate of tick {self.num_ticks}", self.optimizer.rates)
         applied = self._actuators.apply(decision.plan, step=self.num_steps)
-        if any(reason.code is ReasonCode.MEMORY_MISPREDICTED for reason in decision.reasons):
+        if decision.remeasures_regions:
             self._actuators.measure_regions_again()
         self.sensors.begin_interval(observation.plan, applied)
         self.state = decision.state

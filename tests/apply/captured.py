@@ -61,3 +61,7 @@ def distance(first: nn.Module, second: nn.Module) -> float:
 
 def faults_of(ticks: list[Any]) -> list[Any]:
     return [fault for tick in ticks for fault in tick.observation.faults]
+
+
+def fault_messages(ticks: list[Any]) -> list[str]:
+    return [f"{fault.kind}: {fault.detail}" for fault in faults_of(ticks)]

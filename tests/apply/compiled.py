@@ -1,13 +1,9 @@
-"""Blocks to compile, and a backend that records what PyTorch compiles."""
+"""A block to compile, and a record of what PyTorch compiles and runs."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-
-from tests.apply.captured import faults_of
-
-Graphs = list[torch.fx.GraphModule]
 
 
 class Block(nn.Module):
@@ -19,22 +15,19 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def recorded_by(seen: Graphs, ran: list[int] | None = None) -> Any:
-    """A backend that appends each graph to `seen`, and runs it as it is; each run appends its index to `ran`."""
+class Recording(NamedTuple):
+    """What a backend of `torch.compile` has got, which runs the graphs as they are."""
 
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        index = len(seen)
-        seen.append(graph)
+    graphs: list[torch.fx.GraphModule]
+    calls: list[int]
+    """Index in `graphs` of each call, in order."""
+
+    def backend(self, graph: torch.fx.GraphModule, _: Any) -> Any:
+        index = len(self.graphs)
+        self.graphs.append(graph)
 
         def run(*args: Any) -> Any:
-            if ran is not None:
-                ran.append(index)
+            self.calls.append(index)
             return graph.forward(*args)
 
         return run
-
-    return backend
-
-
-def told(ticks: list[Any]) -> list[str]:
-    return [f"{fault.kind}: {fault.detail}" for fault in faults_of(ticks)]

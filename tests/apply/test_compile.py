@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.apply.captured import fixed, loop_of
-from tests.apply.compiled import Block, Graphs, recorded_by, told
+from tests.apply.captured import fault_messages, fixed, loop_of
+from tests.apply.compiled import Block, Recording
 from tests.build import BF16, FP32, Wired
 from triaccel_ray.apply.compile import Compilation, is_compiled, share_kernel_cache
 from triaccel_ray.apply.precision import LayerPrecision
@@ -47,21 +47,21 @@ def test_the_largest_blocks_that_repeat_are_found_whatever_holds_them() -> None:
 @pytest.mark.parametrize("has_copies", [False, True])
 def test_equal_blocks_share_compiled_code_and_a_plan_adds_only_its_variants(has_copies: bool) -> None:
     """Compiled code must depend on the dtypes of a block's layers alone, not on which block it is."""
-    seen: Graphs = []
+    recording = Recording([], [])
     blocks = [Block(4) for _ in range(4)]
     model = nn.Sequential(*blocks)
     layers = find_layers(model)
     weights = ComputeCopies(layers, model.parameters()) if has_copies else Weights()
     precision = LayerPrecision(model, layers, weights=weights)
     precision.set({layer.name: BF16 for layer in layers})
-    backend = recorded_by(seen)  # one for all: PyTorch compiles again for another
+    backend = recording.backend  # one for all: PyTorch compiles again for another
     for block in blocks:
         block.compile(backend=backend, dynamic=True)
     for size in (3, 5):
         with precision.in_force():
             model(torch.ones(size, 4, requires_grad=True)).sum().backward()
-    assert len(seen) == 1
-    entered = [node.meta["example_value"] for node in seen[0].graph.find_nodes(op="placeholder")]
+    assert len(recording.graphs) == 1
+    entered = [node.meta["example_value"] for node in recording.graphs[0].graph.find_nodes(op="placeholder")]
     shapes = [each.shape for each in entered if isinstance(each, nn.Parameter) and each.dim() == 2]
     assert shapes == [(16, 4), (4, 16)]
     assert all(type(number) is int for shape in shapes for number in shape)  # constants, although batch sizes vary
@@ -71,10 +71,10 @@ def test_equal_blocks_share_compiled_code_and_a_plan_adds_only_its_variants(has_
     precision.set({"1.up": FP32, "2.up": FP32})
     with precision.in_force():
         outputs = model(torch.ones(3, 4, requires_grad=True))
-    assert len(seen) == 2
+    assert len(recording.graphs) == 2
     with precision.suspended():
         exact = model(torch.ones(3, 4))
-    assert len(seen) == 2
+    assert len(recording.graphs) == 2
     assert exact.dtype is torch.float32
     torch.testing.assert_close(outputs.float(), exact, rtol=0.1, atol=0.1)
 
@@ -98,15 +98,15 @@ def test_inductor_and_this_project_share_a_folder_of_kernels(
 
 
 def test_a_checkpoint_within_compiled_code_does_not_split_it() -> None:
-    seen: Graphs = []
+    recording = Recording([], [])
     model = nn.Sequential(Checkpointed(4), Checkpointed(4))
     layers = find_layers(model)
     precision = LayerPrecision(model, layers, weights=ComputeCopies(layers, model.parameters()))
     precision.set({layer.name: BF16 for layer in layers})
-    compiled = torch.compile(model, backend=recorded_by(seen))
+    compiled = torch.compile(model, backend=recording.backend)
     with Compilation(model).in_force(), precision.in_force():
         compiled(torch.ones(3, 4, requires_grad=True)).sum().backward()
-    assert len(seen) == 1
+    assert len(recording.graphs) == 1
 
 
 def test_with_a_budget_inductor_times_kernels_without_a_buffer_of_the_caches_size() -> None:
@@ -172,9 +172,11 @@ def test_a_compiled_step_is_captured_and_trains_as_the_plain_one(waits: str) -> 
         losses.append([loop.train_epoch().loss for _ in range(3)])
         assert loop._training.steps.num_captured == 1
         if how == "auto":
-            assert any("8 x Block compiled: its blocks repeat" in each for each in told(ticks)), told(ticks)
-            whole = [each for each in told(ticks) if "compiled as a whole: the host waits" in each]
-            assert len(whole) == (waits == "always"), told(ticks)
+            assert any("8 x Block compiled: its blocks repeat" in each for each in fault_messages(ticks)), (
+                fault_messages(ticks)
+            )
+            whole = [each for each in fault_messages(ticks) if "compiled as a whole: the host waits" in each]
+            assert len(whole) == (waits == "always"), fault_messages(ticks)
         blocks = list(loop.model.blocks)
         loop.close()
         assert all(block._compiled_call_impl is None for block in blocks)
@@ -195,7 +197,7 @@ def test_a_model_of_transformers_without_a_mask_is_captured_with_its_blocks_as_t
     for _ in range(2):
         loop.train_epoch()
     assert loop._training.steps.num_captured == 1
-    assert [each for each in told(ticks) if "compiled" in each] == [
+    assert [each for each in fault_messages(ticks) if "compiled" in each] == [
         "compiled: 4 x BertLayer compiled: its blocks repeat"
     ]
     loop.close()
@@ -222,7 +224,7 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.Monke
     stats = loop.train_epoch()
     loop.close()
     assert stats.num_steps == 10
-    assert any("Tower compiled as a whole: as asked" in each for each in told(ticks))
-    (text,) = [each for each in told(ticks) if "failed" in each]
+    assert any("Tower compiled as a whole: as asked" in each for each in fault_messages(ticks))
+    (text,) = [each for each in fault_messages(ticks) if "failed" in each]
     assert text.startswith("compiled: torch.compile failed, the model runs as it is: ")
     assert "no code today" in text

@@ -1,30 +1,37 @@
 """Which code unequal blocks and whole models run for which sizes; on a CPU, as PyTorch traces it, and on a GPU."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.apply.captured import fixed, images, loop_of
-from tests.apply.compiled import Block, Graphs, recorded_by, told
+from tests.apply.captured import fault_messages, fixed, images, loop_of
+from tests.apply.compiled import Block, Recording
 from tests.build import BF16, FP32, Wired
 from triaccel_ray.apply.compile import Compilation, is_compiled
-from triaccel_ray.model.regions import are_faster_apart, find_regions
+from triaccel_ray.model.regions import have_large_depthwise_convolutions
 
 
-def test_of_unequal_blocks_only_the_batch_dimension_is_dynamic(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
+    """What `torch.compile` compiles and runs, instead of generated code."""
+    record = Recording([], [])
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=record.backend))
+    return record
+
+
+def test_of_unequal_blocks_only_the_batch_dimension_is_dynamic(recording: Recording) -> None:
     """Blocks of equal shapes share code. Maps of other sizes get code of their own; a third batch size does not."""
-    seen: Graphs = []
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=recorded_by(seen)))
     model = nn.Sequential(Block(4), Wired(lambda self, x: x[:, ::2].contiguous()), Block(4), Block(4))
     compilation = Compilation(model, [model[0], model[2], model[3]], are_equal=False)
     for size in (3, 5, 7):
         with compilation.in_force():
             compilation.forward_of(None)(torch.ones(size, 10, 4, requires_grad=True)).sum().backward()
-    assert len(seen) == 4  # for the first batch size, then for any other
-    for graph, length in zip(seen[2:], (10, 5), strict=True):
+    assert len(recording.graphs) == 4  # for the first batch size, then for any other
+    for graph, length in zip(recording.graphs[2:], (10, 5), strict=True):
         entered = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
         maps = [each.shape for each in entered if isinstance(each, torch.Tensor) and each.dim() == 3]
         assert {type(shape[0]) for shape in maps} == {torch.SymInt}
@@ -35,9 +42,7 @@ def test_of_unequal_blocks_only_the_batch_dimension_is_dynamic(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("dimension", [0, 1])
-def test_sizes_that_vary_become_dynamic_at_the_second(dimension: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: Graphs = []
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=recorded_by(seen)))
+def test_sizes_that_vary_become_dynamic_at_the_second(dimension: int, recording: Recording) -> None:
     model = nn.Sequential(Block(4), Block(4))
     compilation = Compilation(model, list(model), are_equal=False)
     for size in (12, 9, 7, 5):
@@ -45,46 +50,49 @@ def test_sizes_that_vary_become_dynamic_at_the_second(dimension: int, monkeypatc
         shape[dimension] = size
         with compilation.in_force():
             compilation.forward_of(None)(torch.ones(shape, requires_grad=True)).sum().backward()
-    assert len(seen) == 2  # with constant sizes, then with a dynamic one
+    assert len(recording.graphs) == 2  # with constant sizes, then with a dynamic one
     compilation.remove()
 
 
-def test_the_first_sizes_of_unequal_blocks_keep_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_sizes_of_unequal_blocks_keep_their_code(recording: Recording) -> None:
     """Micro-batches that were tried and undone must not leave the whole batch with the slower code for any size."""
-    seen: Graphs = []
-    ran: list[int] = []
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=recorded_by(seen, ran)))
     model = nn.Sequential(Block(4), Block(4))
     compilation = Compilation(model, list(model), are_equal=False)
     for size in (12, 6, 12, 3, 12):
         with compilation.in_force():
             compilation.forward_of(None)(torch.ones(size, 4, requires_grad=True)).sum().backward()
-    assert ran[::2] == ran[1::2] == [0, 1, 0, 1, 0]
+    assert recording.calls[::2] == recording.calls[1::2] == [0, 1, 0, 1, 0]
     compilation.remove()
 
 
-@pytest.mark.parametrize(("num_short", "is_compiled"), [(32, False), (33, True)])
+@pytest.mark.parametrize(("num_parts", "num_short", "runs_compiled"), [(1, 32, False), (1, 33, True), (2, 32, True)])
 @pytest.mark.parametrize("has_blocks", [False, True])
-def test_no_code_is_compiled_for_a_short_batch(
-    num_short: int, is_compiled: bool, has_blocks: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_pass_of_at_most_half_the_usual_samples_runs_uncompiled(
+    num_parts: int, num_short: int, runs_compiled: bool, has_blocks: bool, recording: Recording
 ) -> None:
-    """With more than half of the samples, an uncompiled pass might take more memory than a whole batch."""
-    seen: Graphs = []
-    ran: list[int] = []
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=recorded_by(seen, ran)))
-    torch.manual_seed(0)
-    num_samples = 128 + num_short
-    data = torch.randn(num_samples, 8), torch.randint(0, 10, (num_samples,))
-    config = fixed(FP32, compile="auto" if has_blocks else "on", activations="recompute")
-    model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(Block(16), Block(16)), nn.Linear(16, 10))
-    loop = loop_of(model, config, data=data)
-    if has_blocks:
-        loop._training.steps.step.compilation = Compilation(model, list(model[1]), are_equal=False)
-    losses = [loop.train_epoch().loss for _ in range(2)]
-    per_step = 4 if has_blocks else 1  # two blocks, and each again in the backward pass
-    assert len(ran) == 2 * per_step * (3 if is_compiled else 2)
-    assert len(seen) == (2 if is_compiled else 1)
-    assert losses[1] < losses[0]
+    """A batch of 64 in two parts has 32 samples in each, as many as a short one that is not divided."""
+    num_samples, losses = 128 + num_short, []
+    for how in ("auto" if has_blocks else "on", "off"):
+        torch.manual_seed(0)
+        data = torch.randn(num_samples, 8), torch.randint(0, 10, (num_samples,))
+        model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(Block(16), Block(16)), nn.Linear(16, 10))
+        config = replace(fixed(FP32, compile=how, activations="recompute"), every_steps=100)
+        loop = loop_of(model, config, data=data)
+        loop._training.steps.step.set_num_micro_batches(num_parts, 64 // num_parts)
+        if how == "auto":
+            loop._training.steps.step.compilation = Compilation(model, list(model[1]), are_equal=False)
+        losses.append([loop.train_epoch().loss for _ in range(2)])
+        loop.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    calls_per_pass = 4 if has_blocks else 1  # two blocks, and each again in the backward pass
+    passes_per_epoch = 2 * num_parts + runs_compiled
+    assert len(recording.calls) == 2 * passes_per_epoch * calls_per_pass
+
+
+def test_samples_fewer_than_half_a_batch_are_compiled_for(recording: Recording) -> None:
+    loop = loop_of(Block(10), fixed(FP32, compile="on"), data=(torch.randn(20, 10), torch.randint(0, 10, (20,))))
+    loop.train_epoch()
+    assert len(recording.calls) == 1
     loop.close()
 
 
@@ -101,26 +109,35 @@ def stages(size: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 1), *parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
 
 
-@pytest.mark.parametrize("size", [3, 7])
-def test_unequal_regions_run_faster_apart_if_they_have_large_depthwise_convolutions(size: int) -> None:
-    regions = find_regions(stages(size))
-    assert len(regions) == 2
-    assert are_faster_apart(regions) == (size == 7)
-    assert not are_faster_apart({})
+@pytest.mark.parametrize(
+    ("convolution", "is_large"),
+    [
+        (nn.Conv2d(4, 4, 3, groups=4), False),
+        (nn.Conv2d(4, 4, 3, groups=4, dilation=3), False),
+        (nn.Conv2d(4, 4, (1, 11), groups=4), True),
+        (nn.Conv2d(4, 4, 5, groups=4), True),
+        (nn.Conv2d(4, 4, 7, groups=2), False),
+        (nn.Conv2d(4, 4, 7), False),
+    ],
+)
+def test_large_depthwise_convolutions_are_found_in_regions(convolution: nn.Module, is_large: bool) -> None:
+    regions = {"first": nn.Sequential(nn.ReLU()), "second": nn.Sequential(nn.ReLU(), convolution)}
+    assert have_large_depthwise_convolutions(regions) == is_large
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [3, 7])
-def test_a_network_of_unequal_blocks_is_compiled_as_it_is_faster_and_trains_as_the_plain_one(size: int) -> None:
-    """With a short batch of 32 in each epoch."""
+def test_unequal_blocks_are_compiled_one_by_one_with_large_depthwise_convolutions(size: int) -> None:
+    """Each epoch has a short batch. The loss agrees with uncompiled code's to BF16's precision."""
     losses = []
     for how in ("auto", "off"):
         torch.manual_seed(0)
         ticks: list[Any] = []
-        loop = loop_of(stages(size).cuda(), fixed(BF16, compile=how), on_tick=ticks.append, data=images(672))
+        loop = loop_of(stages(size).cuda(), fixed(BF16, compile=how), on_tick=ticks.append, data=images(10 * 64 + 32))
         losses.append([loop.train_epoch().loss for _ in range(3)])
-        expected = "2 x Separable compiled: their large" if size == 7 else "Sequential compiled as a whole"
-        assert any(expected in each for each in told(ticks)) == (how == "auto"), told(ticks)
+        expected = "2 x Separable compiled: depthwise" if size == 7 else "Sequential compiled as a whole"
+        messages = fault_messages(ticks)
+        assert any(expected in each for each in messages) == (how == "auto"), messages
         assert loop._training.steps.num_captured == 2
         loop.close()
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0.02, atol=0.02)

@@ -112,7 +112,6 @@ def test_costs_that_are_forgotten_are_found_again(captured: bool) -> None:
         cache.run(ALL, ONE, step=index)
     sizes = [[(each.name, each.saved_bytes, each.input_bytes) for each in found] for found in (before, signals(step))]
     assert sizes[0] == sizes[1] != []
-    assert [each.forward_ms for each in signals(step)] != [each.forward_ms for each in before]
 
 
 def test_recomputation_does_not_count_as_backward_time(monkeypatch: pytest.MonkeyPatch) -> None:

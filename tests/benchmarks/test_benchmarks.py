@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import sys
-import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Manager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import any_model, many_gpus
 from benchmarks.architectures import compare
 from benchmarks.many_gpus import measure_link, predicted_ratio, spawned
 from benchmarks.search_overhead import Contender, faults, optuna_alone
 from benchmarks.tracking import Trainer
+from tests.build import CPU
+from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.records.events import Epoch, Tick, read_events
 
 
@@ -52,26 +53,34 @@ def test_a_model_of_transformers_trains_as_with_amp() -> None:
 
 
 def test_runs_that_compile_at_once_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
+    """Also if one of them fails to compile, the others are timed after it."""
+    compiled: list[str] = []
+    num_timed = 0
 
-    def train(name: str, method: str, num_steps: int, seed: int, await_turn: Callable[[], None]) -> dict[str, Any]:
+    def start(name: str, method: str, seed: int) -> Any:
+        compiled.append(name)
         if name == "broken":
             raise ValueError(name)
-        seen.append("compiled")
-        await_turn()
-        seen.append("begins")
-        time.sleep(0.05)
-        seen.append("ends")
-        return {"model": name}
+        return any_model.Started(lambda: None, lambda: torch.zeros(()), memory_meter(CPU), None, {})
 
-    monkeypatch.setattr(any_model, "run", train)
-    turns = any_model.Turns(threading.Barrier(3), threading.Lock())
-    with ThreadPoolExecutor(3) as pool:
+    with Manager() as manager, ThreadPoolExecutor(3) as pool:
+        barrier, gpu = manager.Barrier(3), manager.Lock()
+
+        def measure(started: Any, num_steps: int) -> dict[str, Any]:
+            nonlocal num_timed
+            num_timed += 1
+            assert len(compiled) == 3
+            assert not gpu.acquire(blocking=False)
+            return {"number": num_timed}
+
+        monkeypatch.setattr(any_model, "start", start)
+        monkeypatch.setattr(any_model, "measure", measure)
         names = ["gpt", "broken", "resnet18"]
-        runs = [pool.submit(any_model.run_in_turn, name, "loop", 10, 0, turns) for name in names]
-        errors = [run.exception() for run in runs]
-    assert [type(error) for error in errors] == [type(None), ValueError, type(None)]
-    assert seen == ["compiled"] * 2 + ["begins", "ends"] * 2
+        arguments = ("loop", 10, 0, barrier, gpu)
+        runs = [pool.submit(any_model.run_after_all_compiled, name, *arguments) for name in names]
+        assert [type(run.exception()) for run in runs] == [type(None), ValueError, type(None)]
+        assert {runs[0].result()["number"], runs[2].result()["number"]} == {1, 2}
+        assert gpu.acquire(blocking=False)
 
 
 def test_one_gpu_is_not_compared_with_itself(

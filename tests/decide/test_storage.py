@@ -56,6 +56,8 @@ def test_a_plan_that_is_as_predicted_is_not_reported():
     wrong = Run(device=replace(SMALL, bytes_factor=0.7))
     wrong.ticks(10)
     assert any("peak" in text for text in reasons_of(wrong, ReasonCode.MEMORY_MISPREDICTED))
+    for _, decision in wrong.log:
+        assert decision.remeasures_regions == (ReasonCode.MEMORY_MISPREDICTED in codes(decision, "memory"))
 
 
 def test_a_neighbour_that_takes_memory_makes_the_plan_smaller_before_it_fails():

@@ -201,7 +201,7 @@ def test_bad_input_is_named_and_nothing_is_touched(
     [
         (KeyboardInterrupt(), 130, "stopped\n"),
         (RunFailedError(Path("amp"), ValueError("a mistake")), 1, "amp failed (bug): ValueError: a mistake"),
-        (RunFailedError(Path("amp"), BudgetTooSmallError("give 2 MiB")), 2, "amp failed (out_of_memory): Budget"),
+        (RunFailedError(Path("amp"), BudgetTooSmallError("give 2 MiB")), 2, "BudgetTooSmallError: give 2 MiB; its log"),
         (OSError(errno.ENOSPC, "No space left"), 2, "No space left: make room, then go on with `triaccel resume`"),
     ],
 )

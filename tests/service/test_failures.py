@@ -26,7 +26,7 @@ def test_a_run_that_others_wait_for_fails_with_its_own_cause(tmp_path: Path) -> 
         assert failure.__cause__ is error
 
 
-def test_an_error_about_a_small_budget_stays_one_between_processes() -> None:
+def test_an_error_about_a_small_budget_keeps_its_type_when_pickled() -> None:
     error = picklable(BudgetTooSmallError("give 2 MiB"))
     assert type(pickle.loads(pickle.dumps(error))) is BudgetTooSmallError
 

@@ -106,7 +106,7 @@ class Activations:
             self.costs = RegionCosts(self._device)
 
     def forget_costs(self) -> None:
-        """Has later passes record the costs of the regions again, if they were requested."""
+        """Drops the recorded costs of the regions, if any; later passes record them again."""
         if self.costs is not None:
             self.costs.forget()
 

@@ -44,7 +44,7 @@ class Actuators:
         return Applied(plan=self.plan, faults=faults, adapt_ms=milliseconds)
 
     def measure_regions_again(self) -> None:
-        """Has the next steps measure the costs of regions again; captured steps are captured again for that."""
+        """Drops the costs of regions, and all captured steps: replays of an old graph would record nothing."""
         self._cache.step.activations.forget_costs()
         self._pool.release()
 

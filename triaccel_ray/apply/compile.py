@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -26,6 +26,8 @@ _LOSS_RECOMPILE_LIMIT = 16
 _TOO_MANY_VARIANTS = (
     "too many variants of one code: does Python state change at each step, or have many loops run here?"
 )
+_SHORT_SHARE = 0.5
+"""Share of a usual micro-batch up to which a pass runs uncompiled: it is taken to need no more memory than that."""
 _MIN_OUTPUTS = 2**24
 """Number of floating-point outputs from which the loss is compiled; an FP32 copy of them takes 64 MiB."""
 
@@ -33,13 +35,13 @@ _MIN_OUTPUTS = 2**24
 class _VaryingSizes:
     """Has `torch.compile` make dynamic only the sizes of tensors that vary between calls of one callable."""
 
-    def __init__(self, varying: Collection[int] = ()) -> None:
-        """`varying`: dimensions that are dynamic from the start."""
+    def __init__(self, *, batch_varies: bool = False) -> None:
+        """With `batch_varies`, the batch dimension, 0, is dynamic from the first call on."""
         self._first: dict[tuple[int, int], torch.Size] = {}
-        self._varying: defaultdict[tuple[int, int], set[int]] = defaultdict(lambda: set(varying))
+        self._varying: defaultdict[tuple[int, int], set[int]] = defaultdict(lambda: {0} if batch_varies else set())
 
-    def are_first(self, value: Any) -> bool:
-        """Returns whether the tensors in `value` have the first call's sizes."""
+    def match_first(self, value: Any) -> bool:
+        """Returns whether the tensors in `value` have the first call's sizes, which the first call sets."""
         seen = enumerate(tensors_in(value))
         return all(self._first.setdefault((i, tensor.dim()), tensor.shape) == tensor.shape for i, tensor in seen)
 
@@ -58,12 +60,11 @@ class Compilation:
     """Compiles a model's training passes with Inductor; evaluation and curvature run it uncompiled.
 
     * **Equal blocks** share one code with dynamic sizes: a new batch size or length needs no recompilation.
-    * **Unequal blocks** have a code for each kind, and one more for sizes other than the first call's. Only sizes that
-      vary are dynamic in it: with all dynamic, PyTorch traces the maps of a Swin four times as long, and cannot compile
-      a PVT. The first code is the faster one: a step of ConvNeXt takes 14.4 in place of 16.7 ms on an H200.
-    * **Without blocks**, the model is compiled as a whole. Sizes that vary become dynamic.
-    * **A short batch** at the end of an epoch runs uncompiled, unless blocks are equal: compiling for it would take as
-      long as thousands of such batches.
+    * **Unequal blocks** are compiled for the sizes of their first call. Other sizes, also of a batch that grows, get a
+      second, slower variant. Only sizes that vary are dynamic in it: with all dynamic, PyTorch traces a Swin four times
+      as long, and cannot compile a PVT.
+    * **Without blocks**, the model is compiled as a whole. Sizes that vary become dynamic, for the first size, too.
+    * **A short batch** at the end of an epoch runs uncompiled, unless blocks are equal: compiling takes longer.
     * **The loss** of many outputs, such as a language model's, is compiled together with their casts to FP32, so that
       no FP32 copy of them is stored.
 
@@ -90,8 +91,7 @@ class Compilation:
         self.blocks = tuple(blocks)
         """The blocks compiled one by one; empty if the model is compiled as a whole."""
         self._whole: Any = None if blocks else torch.compile(model)
-        self.is_short = False
-        """Whether the next passes' batch has at most half of the planned size: uncompiled, it needs no more memory."""
+        self._is_short = False
         self._compiled = [*self.blocks, *_norms_and_embeddings_outside(model, self.blocks)] if self.blocks else []
         self._are_equal = are_equal
         for module in self._compiled:
@@ -99,8 +99,8 @@ class Compilation:
                 module.compile(dynamic=True)
             else:
                 # The attribute is private. A forward pre-hook, which is public, would be compiled, too.
-                module._compiled_call_impl = self._sized(module._call_impl)
-        self._sizes, self._loss_sizes = _VaryingSizes(), _VaryingSizes({0})
+                module._compiled_call_impl = self._specialized(module._call_impl)
+        self._sizes, self._loss_sizes = _VaryingSizes(), _VaryingSizes(batch_varies=True)
         # PyTorch counts variants by code object: with one of its own, losses of other loops do not count.
         own = FunctionType(loss_in_fp32.__code__.replace(), loss_in_fp32.__globals__)
         self._loss: Any = torch.compile(own)
@@ -117,10 +117,17 @@ class Compilation:
         self.remove()
         self._whole = torch.compile(self.model)
 
+    def begin_pass(self, num_samples: int, usual: int) -> None:
+        """Sets whether the next pass, of `num_samples`, is too short to be compiled for; `usual` is the common number.
+
+        With 0, that is unknown, and the pass is compiled.
+        """
+        self._is_short = num_samples <= _SHORT_SHARE * usual
+
     def forward_of(self, inputs: Any) -> nn.Module:
         """Returns the module to call with these inputs in place of the model, in a new pass."""
         self.compiles_loss = False
-        if self._whole is None or self.is_short:
+        if self._whole is None or self._is_short:
             return self.model
         self._sizes.mark(inputs)
         module: nn.Module = self._whole
@@ -141,20 +148,20 @@ class Compilation:
         """Has the loss run uncompiled from now on."""
         self._loss, self.compiles_loss = None, False
 
-    def _sized(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a block's call, compiled for the first call's sizes, and again for those that vary.
+    def _specialized(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a block's call, compiled for the static sizes of the first call, and a second time for others.
 
-        With one callable for both, PyTorch would use the code compiled last for the first sizes, too.
+        With one callable for both, PyTorch would use the variant compiled last for the first sizes, too.
         """
-        constant, varying, sizes = torch.compile(call, dynamic=False), torch.compile(call), _VaryingSizes()
+        static, dynamic, sizes = torch.compile(call, dynamic=False), torch.compile(call), _VaryingSizes()
 
         def compiled(*args: Any, **kwargs: Any) -> Any:
-            if self.is_short:
+            if self._is_short:
                 return call(*args, **kwargs)
-            if sizes.are_first([args, kwargs]):
-                return constant(*args, **kwargs)
+            if sizes.match_first([args, kwargs]):
+                return static(*args, **kwargs)
             sizes.mark([args, kwargs])
-            return varying(*args, **kwargs)
+            return dynamic(*args, **kwargs)
 
         return compiled
 

@@ -170,7 +170,8 @@ def _milliseconds(first: Any, last: Any) -> float:
 class RegionCosts:
     """Sizes and times of regions for each kind of pass, found once each: the first pass counts, later ones are timed.
 
-    The first pass of a kind also tunes and compiles, so it is not timed. A captured pass replaces times of eager ones.
+    `forget` has them found again. The first pass of a kind also tunes and compiles, so it is not timed. A captured pass
+    replaces times of eager ones.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -196,7 +197,7 @@ class RegionCosts:
         self._times[recorder.kind] = is_captured, recorder.times()
 
     def forget(self) -> None:
-        """Has later passes find everything again."""
+        """Drops all sizes and times, so that the next passes of each kind are recorded again."""
         self._sizes.clear()
         self._times.clear()
 

@@ -53,7 +53,7 @@ class StepOptions:
     fusion: Fusion | None = None
     """Runs in place of the model while it is valid (`Fusion.holds`)."""
     compilation: Compilation | None = None
-    """Runs in place of the model and of the loss until compiling fails."""
+    """Runs in place of the model, except for short batches, and of the loss until compiling fails."""
     stepper: StepInBackward | None = None
     """Consumes gradients as they arrive."""
     activations: Activations | None = None
@@ -88,14 +88,14 @@ class Step:
         self.activations = options.activations or Activations({}, sampler.generator.device)
         self.peers, self._reduction = options.peers, options.reduction
         self.recorder: RegionRecorder | None = None
-        """What has recorded the last pass's first micro-batch, if anything."""
+        """What has recorded the first micro-batch of the last pass; None if nothing had to be recorded."""
         self._is_compiled_by_user = is_compiled(model) and self.compilation is None
         self.num_micro_batches = 1
         """Micro-batches per batch now: the plan's number, or more after a batch that did not fit."""
         self.min_micro_batch_size = 1
         """A short batch is not split further once its micro-batches hold at most this many samples."""
         self.batch_size = 0
-        """The plan's batch size; the last batch of an epoch may be shorter."""
+        """The plan's batch size, in samples of all ranks; 0 before a plan is in force."""
         self._is_budget_waived = False
         self._parameters = tuple(model.parameters())
         self.trained = trained_modules(model, loss)
@@ -109,16 +109,16 @@ class Step:
 
     def pass_kind(self, num_own: int, num_samples: int) -> Hashable:
         """Returns what determines the calls that a pass of `num_own` of so many samples makes, as the step is set."""
-        storage = self.activations.storage
-        return num_own, num_samples, self.num_parts(num_samples), self.precision.key, tuple(storage.items())
+        stored = tuple(self.activations.storage.items())
+        return num_own, num_samples, self.num_parts(num_samples), self.precision.key, stored
 
     def region_costs(self, batch_size: int) -> tuple[int, tuple[RegionSignal, ...]]:
         """Returns the size of a batch's micro-batches, and the regions' costs in a pass of one; empty if not known.
 
         The size counts the samples of all ranks, the costs are those of this rank's share.
         """
-        both = batch_size, self.peers.ranks.largest_share(batch_size)
-        size, own_size = (-(-number // self.num_micro_batches) for number in both)
+        share = self.peers.ranks.largest_share(batch_size)
+        size, own_size = (-(-number // self.num_micro_batches) for number in (batch_size, share))
         return size, self.activations.signals(own_size, self.precision.key)
 
     def set_num_micro_batches(self, num_micro_batches: int, min_micro_batch_size: int = 1) -> None:
@@ -190,8 +190,8 @@ class Step:
                 self.num_micro_batches, self.min_micro_batch_size = planned[:2]
                 self.activations.set(planned[2])
                 self._is_budget_waived = True
-                exceeded = FaultKind.BUDGET_EXCEEDED
-                memory_faults = (Fault(kind=exceeded, step=step, phase="forward_backward", detail=detail),)
+                kind = FaultKind.BUDGET_EXCEEDED
+                memory_faults = (Fault(kind=kind, step=step, phase="forward_backward", detail=detail),)
                 continue
             if not stores_less:
                 if num_parts >= min(self.num_micro_batches, most_parts):
@@ -206,7 +206,7 @@ class Step:
             step=step,
             phase=phase,
             batch_size=num_samples,
-            micro_batch_size=-(-num_samples // self.num_parts(num_samples)),
+            micro_batch_size=self._micro_batch_size(num_samples),
             stores_least=self.activations.stores_least,
             detail=detail,
         )
@@ -231,8 +231,8 @@ class Step:
         else:
             self.compilation.remove()
             self.compilation, consequence = None, "the model runs as it is"
-        detail = f"torch.compile failed, {consequence}: {first_paragraph(error)}"
-        return (Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=detail),)
+        text = f"torch.compile failed, {consequence}: {first_paragraph(error)}"
+        return (Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text),)
 
     def compile_whole(self) -> None:
         """Compiles the model as a whole in place of its blocks, and drops its regions: they are part of the code."""
@@ -263,8 +263,8 @@ class Step:
         if self.stepper is not None:
             self.stepper.attempt()
         if self.compilation is not None:
-            planned = -(-self.batch_size // self.num_micro_batches)
-            self.compilation.is_short = 2 * -(-num_samples // self.num_parts(num_samples)) <= planned
+            usual = min(self.batch_size, self.sampler.num_samples or self.batch_size)  # 0: of a stream, unknown
+            self.compilation.begin_pass(self._micro_batch_size(num_samples), -(-usual // self.num_micro_batches))
         with self._compiling():
             for count, inputs, targets in batches:
                 recorder = None
@@ -339,6 +339,10 @@ class Step:
     def num_parts(self, num_samples: int) -> int:
         """Returns the number of micro-batches of a batch of so many samples."""
         return min(self.num_micro_batches, -(-num_samples // self.min_micro_batch_size))
+
+    def _micro_batch_size(self, num_samples: int) -> int:
+        """Returns the size of the largest micro-batch of a batch of so many samples."""
+        return -(-num_samples // self.num_parts(num_samples))
 
     @property
     def _least_samples(self) -> int:

@@ -33,6 +33,10 @@ class NonFiniteGradientsError(RuntimeError):
     """Training has diverged: too many consecutive steps had NaN or infinite gradients (`max_skipped_steps`)."""
 
 
+class BudgetTooSmallError(torch.OutOfMemoryError):
+    """The first step does not fit in the memory budget of one GPU; the message names the least one that suffices."""
+
+
 def require_finite(config: ControlConfig, observation: Observation) -> None:
     """Raises an error if gradients stay NaN or infinite, except in FP16, whose overflows the loss scale handles."""
     most, num_skipped = config.max_skipped_steps, observation.num_skipped_in_row
@@ -44,15 +48,15 @@ def require_finite(config: ControlConfig, observation: Observation) -> None:
         )
 
 
-class BudgetTooSmallError(torch.OutOfMemoryError):
-    """The first step does not fit in the memory budget; the message has the least budget that suffices."""
-
-
 @contextlib.contextmanager
 def explaining_errors(training: Training, repeat_step: Callable[[], object] | None = None) -> Iterator[None]:
     """Adds to an error of the step inside what would help: if memory has run out, or code takes no 16-bit tensors.
 
     `repeat_step` repeats the first step without the budget, to find the least one that suffices. None: any later step.
+
+    Raises:
+        BudgetTooSmallError: the first step does not fit in the budget, and the least one that suffices is known.
+        torch.OutOfMemoryError, MemoryError: memory has run out in any other way.
     """
     try:
         yield
@@ -69,9 +73,10 @@ def explaining_errors(training: Training, repeat_step: Callable[[], object] | No
         wanted = "Give more memory" if least is None else f"Give a memory budget of {mib(least)} or more"
         advice = ", or set ".join(filter(None, [wanted, " or ".join(training.unused_savings)]))
         text = (
-            f"memory ran out, and smaller micro-batches could not help: {first_line(error).rstrip('.')}. The "
+            f"memory ran out, and smaller micro-batches could not help. The "
             f"{'memory budget' if memory.has_budget else 'memory'} of {memory.name} is {mib(memory.limit_bytes)}, of "
-            f"which the process held {mib(memory.idle_bytes)} before the first batch. {advice}"
+            f"which the process held {mib(memory.idle_bytes)} before the first batch. {advice}. It was: "
+            f"{first_line(error)}"
         )
         if least is not None:
             raise BudgetTooSmallError(text) from error

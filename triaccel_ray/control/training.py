@@ -41,7 +41,7 @@ from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.model.dry_run import require_working
 from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import Loss, find_layers, require_trainable, to_channels_last, weights_outside_layers
-from triaccel_ray.model.regions import are_faster_apart, find_regions, repeated_blocks
+from triaccel_ray.model.regions import find_regions, have_large_depthwise_convolutions, repeated_blocks
 from triaccel_ray.records.plan import Fault, FaultKind, Precision, Storage
 from triaccel_ray.records.signals import ParameterSignal
 
@@ -254,8 +254,7 @@ class Training:
             self._note(FaultKind.COMPILED, "compile", "the model is compiled already: it stays as it is")
             return None
         blocks, are_equal, reason = self._blocks_to_compile()
-        has_budget = self.memory.has_budget
-        compilation = Compilation(self.model, blocks, are_equal=are_equal, spares_memory=has_budget)
+        compilation = Compilation(self.model, blocks, are_equal=are_equal, spares_memory=self.memory.has_budget)
         self._note(FaultKind.COMPILED, "compile", f"{compilation}: {reason}")
         return compilation
 
@@ -270,8 +269,8 @@ class Training:
             reason = "what becomes of their activations can be chosen"
         elif not self.ranks.is_alone:
             reason = "so that gradients are sent during the backward pass"
-        elif are_faster_apart(regions):
-            reason = "their large depthwise convolutions are faster so"
+        elif have_large_depthwise_convolutions(regions):
+            reason = "depthwise convolutions larger than 3 x 3 run faster so"
         else:
             return (), False, "it does not consist of equal blocks"
         return tuple(regions.values()), False, reason if regions else "it has no blocks of several layers"

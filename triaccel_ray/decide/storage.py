@@ -56,6 +56,8 @@ class MemoryDecision:
     """None: as the batch rule decides."""
     is_faster: bool = False
     """Whether the plan was changed to save time, which is to be judged."""
+    is_mispredicted: bool = False
+    """Whether the cost of the plan before was not as predicted."""
     reasons: tuple[Reason, ...] = ()
 
 
@@ -101,7 +103,7 @@ def decide_storage(
     if state.awaits_comparison and observation.apply_fault is not None:
         state = _held(config, state)
     state, reasons = compare(observation, state)
-    unchanged = MemoryDecision(storage=plan.storage, state=state, reasons=reasons)
+    unchanged = MemoryDecision(storage=plan.storage, state=state, reasons=reasons, is_mispredicted=bool(reasons))
     if lacks_memory:
         return _after_failure(config, observation, unchanged)
     if undo is not None and undo.stored is not None:

@@ -88,7 +88,7 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
         step=observation.step,
         num_skipped=observation.num_skipped,
     )
-    return Decision(plan=plan, state=remembered, reasons=tuple(reasons))
+    return Decision(plan=plan, state=remembered, reasons=tuple(reasons), remeasures_regions=memory.is_mispredicted)
 
 
 def _decide_precisions(

@@ -37,14 +37,14 @@ class ProfileMeter:
         if not all(self._bandwidth):
             self._bandwidth = link_bandwidth(self._device)
         to_host, to_device = self._bandwidth
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        num_trained = sum(parameter.numel() for parameter in self._model.parameters() if parameter.requires_grad)
         return MemoryProfile(
             regions=regions,
             micro_batch_size=micro_batch_size,
             to_host_bytes_per_ms=to_host,
             to_device_bytes_per_ms=to_device,
             can_split=not any(map(uses_batch_statistics, batch_norms(self._model))),
-            accumulation_bytes=4 * sum(parameter.numel() for parameter in trained),
+            accumulation_bytes=4 * num_trained,  # in FP32
         )
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -253,7 +253,7 @@ def is_transposed(module: nn.Module) -> bool:
     return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-def is_depthwise(module: nn.Module) -> bool:
+def is_depthwise(module: nn.Module) -> TypeGuard[nn.Conv2d]:
     """Returns whether `module` is a 2-d convolution with one filter per channel."""
     return isinstance(module, nn.Conv2d) and module.groups == module.in_channels == module.out_channels > 1
 

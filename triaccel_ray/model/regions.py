@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -24,6 +24,9 @@ _MAX_KINDS = 2
 _MIN_SHARE = 0.8
 """Minimum share of a module's parameters, embeddings aside, that its repeated blocks must own."""
 
+_MAX_SMALL_FILTER = 3 * 3
+"""Number of elements up to which the filters of a depthwise convolution are small."""
+
 Call = Callable[..., Any]
 
 
@@ -31,7 +34,7 @@ def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     """Returns the largest blocks that the model repeats, in module order; empty if it does not consist of such blocks.
 
     Blocks are alike in class and in parameter shapes, as in a ViT, a GPT or a BERT. Blocks that grow wider from stage
-    to stage would be compiled once per width.
+    to stage are left out: each width would be compiled.
     """
     alike: dict[Any, list[nn.Module]] = defaultdict(list)
     for module in filter(_is_block, model.modules()):
@@ -61,15 +64,13 @@ def find_regions(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for module, name in found.items()}
 
 
-def are_faster_apart(regions: Mapping[str, nn.Module]) -> bool:
-    """Returns whether unequal regions run faster compiled one by one than as part of the whole model.
+def have_large_depthwise_convolutions(regions: Mapping[str, nn.Module]) -> bool:
+    """Returns whether any region has a depthwise convolution larger than 3 x 3.
 
-    Those with depthwise convolutions larger than 3 x 3 do, by 4 to 12 %; others are up to 5 % slower, and also smaller
-    depthwise convolutions do not help. On an H200: timm's ConvNeXt, ConvNeXt V2, FocalNet and CAFormer; Hiera, NFNet,
-    PoolFormer, Swin; PVT v2.
+    Such regions run faster if they are compiled one by one, others do not (docs/benchmarks.md).
     """
-    parts = (part for region in regions.values() for part in region.modules() if is_depthwise(part))
-    return any(math.prod(cast(nn.Conv2d, part).kernel_size) > 9 for part in parts)
+    parts = (part for region in regions.values() for part in region.modules())
+    return any(is_depthwise(part) and math.prod(part.kernel_size) > _MAX_SMALL_FILTER for part in parts)
 
 
 def _collect_regions(name: str, module: nn.Module, found: dict[nn.Module, str]) -> None:

@@ -102,7 +102,7 @@ class MemoryProfile:
     can_split: bool = True
     """Whether micro-batches compute the same as the whole batch: not with batch normalization."""
     accumulation_bytes: int = 0
-    """Bytes that FP32 sums of gradients take, at most, in the backward pass of a second and later micro-batch."""
+    """Bytes of the FP32 sums of gradients if a batch has several micro-batches, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)

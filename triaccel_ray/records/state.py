@@ -218,6 +218,8 @@ class Decision:
     plan: Plan
     state: ControlState
     reasons: tuple[Reason, ...] = ()
+    remeasures_regions: bool = False
+    """Whether the costs of regions are measured again: a memory plan's cost was not as predicted."""
 
 
 def initial_decision(

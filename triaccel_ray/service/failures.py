@@ -19,7 +19,6 @@ from pathlib import Path
 from torch import nn
 
 from triaccel_ray.apply.evaluate import Evaluation
-from triaccel_ray.control.errors import BudgetTooSmallError
 from triaccel_ray.cuda.out_of_memory import is_out_of_memory
 from triaccel_ray.distributed.ranks import LostRankError
 from triaccel_ray.model.dry_run import IN_YOUR_CODE
@@ -53,12 +52,9 @@ class StoreError(ValueError):
 class RunFailedError(RuntimeError):
     """A run failed after it had begun; the message has its name, the cause and where to look."""
 
-    is_bad_input = False
-    """Whether the run failed at its first step because of a setting, which the message says how to change."""
-
     def __init__(self, folder: Path, error: Exception) -> None:
         """Describes the failure of the run in `folder` by `error`."""
-        self.cause, self.is_bad_input = cause_of(error), isinstance(error, BudgetTooSmallError)
+        self.cause = cause_of(error)
         known = isinstance(error, NonFiniteLossError | PreemptedError)
         text = str(error) if known else f"{type(error).__name__}: {error}"
         trace = f", the traceback in {ERROR}" if (folder / ERROR).exists() else ""

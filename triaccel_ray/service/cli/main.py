@@ -56,7 +56,9 @@ def _explain(error: Exception) -> int | None:
         from triaccel_ray.service.failures import RunFailedError, is_disk_full
 
         if isinstance(error, RunFailedError):
-            status = 2 if error.is_bad_input else 1
+            from triaccel_ray.control.errors import BudgetTooSmallError
+
+            status = 2 if isinstance(error.__cause__, BudgetTooSmallError) else 1
         elif isinstance(error, OSError) and is_disk_full(error):
             text = f"{error}: make room, then go on with `triaccel resume`; nothing that was complete is lost"
         else:
