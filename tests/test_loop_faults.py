@@ -284,10 +284,10 @@ def test_regions_are_measured_again_after_a_memory_plan_that_was_mispredicted() 
     loop.state = replace(loop.state, memory=replace(loop.state.memory, predicted_bytes=1, is_compared=False))
     run(loop, 8)
     assert ticks[-1].decision.remeasures_regions
-    assert loop._training.steps.step.region_costs(16) == (16, ())
     run(loop, 8)
     again = ticks[-1].observation.profile
     assert again is not None
+    assert again.regions != before.regions  # the times have changed
     assert [each.saved_bytes for each in again.regions] == [each.saved_bytes for each in before.regions]
     assert not ticks[-1].decision.remeasures_regions
     loop.close()

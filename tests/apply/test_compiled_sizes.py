@@ -1,7 +1,6 @@
 """Which code unequal blocks and whole models run for which sizes; on a CPU, as PyTorch traces it, and on a GPU."""
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,34 +64,22 @@ def test_the_first_sizes_of_unequal_blocks_keep_their_code(recording: Recording)
     compilation.remove()
 
 
-@pytest.mark.parametrize(("num_parts", "num_short", "runs_compiled"), [(1, 32, False), (1, 33, True), (2, 32, True)])
-@pytest.mark.parametrize("has_blocks", [False, True])
-def test_a_pass_of_at_most_half_the_usual_samples_runs_uncompiled(
-    num_parts: int, num_short: int, runs_compiled: bool, has_blocks: bool, recording: Recording
-) -> None:
-    """A batch of 64 in two parts has 32 samples in each, as many as a short one that is not divided."""
-    num_samples, losses = 128 + num_short, []
-    for how in ("auto" if has_blocks else "on", "off"):
-        torch.manual_seed(0)
-        data = torch.randn(num_samples, 8), torch.randint(0, 10, (num_samples,))
-        model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(Block(16), Block(16)), nn.Linear(16, 10))
-        config = replace(fixed(FP32, compile=how, activations="recompute"), every_steps=100)
-        loop = loop_of(model, config, data=data)
-        loop._training.steps.step.set_num_micro_batches(num_parts, 64 // num_parts)
-        if how == "auto":
-            loop._training.steps.step.compilation = Compilation(model, list(model[1]), are_equal=False)
-        losses.append([loop.train_epoch().loss for _ in range(2)])
-        loop.close()
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    calls_per_pass = 4 if has_blocks else 1  # two blocks, and each again in the backward pass
-    passes_per_epoch = 2 * num_parts + runs_compiled
-    assert len(recording.calls) == 2 * passes_per_epoch * calls_per_pass
-
-
-def test_samples_fewer_than_half_a_batch_are_compiled_for(recording: Recording) -> None:
-    loop = loop_of(Block(10), fixed(FP32, compile="on"), data=(torch.randn(20, 10), torch.randint(0, 10, (20,))))
+def test_only_training_passes_set_the_first_sizes(recording: Recording) -> None:
+    """An evaluation of other samples first must not leave training with code for sizes that vary."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(Block(16), Block(16)), nn.Linear(16, 10))
+    data = torch.randn(192, 8), torch.randint(0, 10, (192,))
+    loop = loop_of(model, fixed(FP32), data=data)
+    loop._training.steps.step.compilation = Compilation(model, list(model[1]), are_equal=False)
+    expected = model(data[0][:5])
+    loop.evaluate((data[0][:7], data[1][:7]))
+    assert recording.graphs == []
     loop.train_epoch()
-    assert len(recording.calls) == 1
+    model(data[0][:5])
+    loop.train_epoch()
+    assert len(recording.graphs) == 1
+    assert recording.calls == [0] * 12
+    assert not torch.equal(model(data[0][:5]), expected)
     loop.close()
 
 

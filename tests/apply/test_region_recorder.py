@@ -99,17 +99,22 @@ def test_the_second_step_of_a_kind_is_timed_and_no_later_one(captured: bool) -> 
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_costs_that_are_forgotten_are_found_again(captured: bool) -> None:
+def test_costs_stay_until_they_are_measured_again(captured: bool) -> None:
     step = recorded(perceptron())
     cache = cache_of(step, pool=RerunPool() if captured else None)
     for index in range(4):
         cache.run(ALL, ONE, step=index)
     before = signals(step)
-    step.activations.forget_costs()
+    step.activations.measure_costs_again()
     cache._pool.release()
-    assert signals(step) == ()
-    for index in range(2):
+    assert signals(step) == before
+    recorders = []
+    for index in range(4):
         cache.run(ALL, ONE, step=index)
+        recorders.append(step.recorder)
+    assert recorders[0] is not None
+    assert recorders[0].counts
+    assert captured or recorders[2:] == [None, None]
     sizes = [[(each.name, each.saved_bytes, each.input_bytes) for each in found] for found in (before, signals(step))]
     assert sizes[0] == sizes[1] != []
 

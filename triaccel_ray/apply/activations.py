@@ -105,10 +105,10 @@ class Activations:
         if self.regions and self._fixed is None and self.costs is None:
             self.costs = RegionCosts(self._device)
 
-    def forget_costs(self) -> None:
-        """Drops the recorded costs of the regions, if any; later passes record them again."""
+    def measure_costs_again(self) -> None:
+        """Has later passes record the costs of the regions again, if they were requested."""
         if self.costs is not None:
-            self.costs.forget()
+            self.costs.measure_again()
 
     def recorder(
         self, num_samples: int, dtypes: tuple[torch.dtype, ...], *, is_captured: bool

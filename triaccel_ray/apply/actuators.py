@@ -44,8 +44,8 @@ class Actuators:
         return Applied(plan=self.plan, faults=faults, adapt_ms=milliseconds)
 
     def measure_regions_again(self) -> None:
-        """Drops the costs of regions, and all captured steps: replays of an old graph would record nothing."""
-        self._cache.step.activations.forget_costs()
+        """Has the next steps measure the costs of regions; drops captured steps, whose replays would record nothing."""
+        self._cache.step.activations.measure_costs_again()
         self._pool.release()
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,4 +70,3 @@ class Actuators:
         self._cache.step.precision.set(plan.precision)
         self._cache.step.activations.set(plan.storage)
         self._cache.step.set_num_micro_batches(plan.num_micro_batches, plan.micro_batch_size)
-        self._cache.step.batch_size = plan.batch_size

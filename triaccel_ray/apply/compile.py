@@ -26,8 +26,6 @@ _LOSS_RECOMPILE_LIMIT = 16
 _TOO_MANY_VARIANTS = (
     "too many variants of one code: does Python state change at each step, or have many loops run here?"
 )
-_SHORT_SHARE = 0.5
-"""Share of a usual micro-batch up to which a pass runs uncompiled: it is taken to need no more memory than that."""
 _MIN_OUTPUTS = 2**24
 """Number of floating-point outputs from which the loss is compiled; an FP32 copy of them takes 64 MiB."""
 
@@ -64,7 +62,6 @@ class Compilation:
       second, slower variant. Only sizes that vary are dynamic in it: with all dynamic, PyTorch traces a Swin four times
       as long, and cannot compile a PVT.
     * **Without blocks**, the model is compiled as a whole. Sizes that vary become dynamic, for the first size, too.
-    * **A short batch** at the end of an epoch runs uncompiled, unless blocks are equal: compiling takes longer.
     * **The loss** of many outputs, such as a language model's, is compiled together with their casts to FP32, so that
       no FP32 copy of them is stored.
 
@@ -91,7 +88,7 @@ class Compilation:
         self.blocks = tuple(blocks)
         """The blocks compiled one by one; empty if the model is compiled as a whole."""
         self._whole: Any = None if blocks else torch.compile(model)
-        self._is_short = False
+        self._is_in_force = False
         self._compiled = [*self.blocks, *_norms_and_embeddings_outside(model, self.blocks)] if self.blocks else []
         self._are_equal = are_equal
         for module in self._compiled:
@@ -117,17 +114,10 @@ class Compilation:
         self.remove()
         self._whole = torch.compile(self.model)
 
-    def begin_pass(self, num_samples: int, usual: int) -> None:
-        """Sets whether the next pass, of `num_samples`, is too short to be compiled for; `usual` is the common number.
-
-        With 0, that is unknown, and the pass is compiled.
-        """
-        self._is_short = num_samples <= _SHORT_SHARE * usual
-
     def forward_of(self, inputs: Any) -> nn.Module:
         """Returns the module to call with these inputs in place of the model, in a new pass."""
         self.compiles_loss = False
-        if self._whole is None or self._is_short:
+        if self._whole is None:
             return self.model
         self._sizes.mark(inputs)
         module: nn.Module = self._whole
@@ -156,7 +146,7 @@ class Compilation:
         static, dynamic, sizes = torch.compile(call, dynamic=False), torch.compile(call), _VaryingSizes()
 
         def compiled(*args: Any, **kwargs: Any) -> Any:
-            if self._is_short:
+            if not self._is_in_force:  # an evaluation's sizes are not those of training
                 return call(*args, **kwargs)
             if sizes.match_first([args, kwargs]):
                 return static(*args, **kwargs)
@@ -179,11 +169,14 @@ class Compilation:
             # Blocks share one code object: a size that differs between unequal ones would become dynamic.
             automatic_dynamic_shapes=self._are_equal or not self.blocks,
         )
+        before, self._is_in_force = self._is_in_force, True
         with patched, _timing_without_l2_flush() if self._spares_memory else contextlib.nullcontext():
             try:
                 yield
             except torch._dynamo.exc.FailOnRecompileLimitHit as error:  # no TorchDynamoException, and no reason in it
                 raise torch._dynamo.exc.TorchDynamoException(_TOO_MANY_VARIANTS) from error
+            finally:
+                self._is_in_force = before
 
     def remove(self) -> None:
         """Undoes the compilation: the model runs uncompiled from now on."""

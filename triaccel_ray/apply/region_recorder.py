@@ -170,42 +170,45 @@ def _milliseconds(first: Any, last: Any) -> float:
 class RegionCosts:
     """Sizes and times of regions for each kind of pass, found once each: the first pass counts, later ones are timed.
 
-    `forget` has them found again. The first pass of a kind also tunes and compiles, so it is not timed. A captured pass
-    replaces times of eager ones.
+    The first pass of a kind also tunes and compiles, so it is not timed. A captured pass replaces times of eager ones.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sizes: dict[Kind, dict[str, tuple[int, int, int]]] = {}
-        self._times: dict[Kind, tuple[bool, _Times]] = {}
+        self._times: dict[Kind, _Times] = {}
+        self._is_counted: set[Kind] = set()
+        self._was_captured: dict[Kind, bool] = {}  # the pass that was timed
 
     def recorder(self, kind: Kind, *, is_captured: bool = False) -> RegionRecorder | None:
         """Returns the recorder for the next pass of this kind; None if all is known."""
-        was_captured, _ = self._times.get(kind, (None, {}))
+        was_captured = self._was_captured.get(kind)
         if was_captured is None or (is_captured and not was_captured):
-            return RegionRecorder(self._device, kind, counts=kind not in self._sizes)
+            return RegionRecorder(self._device, kind, counts=kind not in self._is_counted)
         return None
 
     def learn(self, recorder: RegionRecorder, *, is_captured: bool = False) -> None:
         """Stores what a pass has recorded; waits for the device."""
         if recorder.counts:
             self._sizes[recorder.kind] = recorder.sizes
+            self._is_counted.add(recorder.kind)
             if not is_captured:
                 return
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._times[recorder.kind] = is_captured, recorder.times()
+        self._times[recorder.kind] = recorder.times()
+        self._was_captured[recorder.kind] = is_captured
 
-    def forget(self) -> None:
-        """Drops all sizes and times, so that the next passes of each kind are recorded again."""
-        self._sizes.clear()
-        self._times.clear()
+    def measure_again(self) -> None:
+        """Has the next passes of each kind recorded again; what is known stays until then."""
+        self._is_counted.clear()
+        self._was_captured.clear()
 
     def signals(self, kind: Kind) -> tuple[RegionSignal, ...]:
         """Returns the costs of the regions in a pass of this kind, in the order of their calls; empty if not known."""
         if kind not in self._sizes or kind not in self._times:
             return ()
-        _, times = self._times[kind]
+        times = self._times[kind]
         return tuple(
             RegionSignal(
                 name=name,

@@ -53,7 +53,7 @@ class StepOptions:
     fusion: Fusion | None = None
     """Runs in place of the model while it is valid (`Fusion.holds`)."""
     compilation: Compilation | None = None
-    """Runs in place of the model, except for short batches, and of the loss until compiling fails."""
+    """Runs in place of the model and of the loss until compiling fails."""
     stepper: StepInBackward | None = None
     """Consumes gradients as they arrive."""
     activations: Activations | None = None
@@ -94,8 +94,6 @@ class Step:
         """Micro-batches per batch now: the plan's number, or more after a batch that did not fit."""
         self.min_micro_batch_size = 1
         """A short batch is not split further once its micro-batches hold at most this many samples."""
-        self.batch_size = 0
-        """The plan's batch size, in samples of all ranks; 0 before a plan is in force."""
         self._is_budget_waived = False
         self._parameters = tuple(model.parameters())
         self.trained = trained_modules(model, loss)
@@ -206,7 +204,7 @@ class Step:
             step=step,
             phase=phase,
             batch_size=num_samples,
-            micro_batch_size=self._micro_batch_size(num_samples),
+            micro_batch_size=-(-num_samples // self.num_parts(num_samples)),
             stores_least=self.activations.stores_least,
             detail=detail,
         )
@@ -262,9 +260,6 @@ class Step:
         num_passed = 0
         if self.stepper is not None:
             self.stepper.attempt()
-        if self.compilation is not None:
-            usual = min(self.batch_size, self.sampler.num_samples or self.batch_size)  # 0: of a stream, unknown
-            self.compilation.begin_pass(self._micro_batch_size(num_samples), -(-usual // self.num_micro_batches))
         with self._compiling():
             for count, inputs, targets in batches:
                 recorder = None
@@ -339,10 +334,6 @@ class Step:
     def num_parts(self, num_samples: int) -> int:
         """Returns the number of micro-batches of a batch of so many samples."""
         return min(self.num_micro_batches, -(-num_samples // self.min_micro_batch_size))
-
-    def _micro_batch_size(self, num_samples: int) -> int:
-        """Returns the size of the largest micro-batch of a batch of so many samples."""
-        return -(-num_samples // self.num_parts(num_samples))
 
     @property
     def _least_samples(self) -> int:
