@@ -53,14 +53,19 @@ def test_sizes_that_vary_become_dynamic_at_the_second(dimension: int, recording:
     compilation.remove()
 
 
-def test_the_first_sizes_of_unequal_blocks_keep_their_code(recording: Recording) -> None:
+@pytest.mark.parametrize("num_blocks", [2, 0])
+def test_the_first_sizes_of_unequal_blocks_and_of_a_whole_model_keep_their_code(
+    num_blocks: int, recording: Recording
+) -> None:
     """Micro-batches that were tried and undone must not leave the whole batch with the slower code for any size."""
     model = nn.Sequential(Block(4), Block(4))
-    compilation = Compilation(model, list(model), are_equal=False)
+    compilation = Compilation(model, list(model)[:num_blocks], are_equal=False)
     for size in (12, 6, 12, 3, 12):
+        inputs = torch.ones(size, 4, requires_grad=True)
         with compilation.in_force():
-            compilation.forward_of(None)(torch.ones(size, 4, requires_grad=True)).sum().backward()
-    assert recording.calls[::2] == recording.calls[1::2] == [0, 1, 0, 1, 0]
+            compilation.forward_of(inputs)(inputs).sum().backward()
+    assert recording.calls[:: num_blocks or 1] == [0, 1, 0, 1, 0]
+    assert len(recording.graphs) == 2
     compilation.remove()
 
 

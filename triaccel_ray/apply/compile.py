@@ -54,6 +54,25 @@ class _VaryingSizes:
                     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
+class _Variants:
+    """A model or a block's call, compiled for the static sizes of its first call, and a second time for others.
+
+    With one callable for both, PyTorch would use the variant compiled last for the first sizes, too.
+    """
+
+    def __init__(self, call: Any) -> None:
+        """Compiles nothing yet."""
+        self._static, self._dynamic = torch.compile(call, dynamic=False), torch.compile(call)
+        self._sizes = _VaryingSizes()
+
+    def fitting(self, arguments: Any) -> Any:
+        """Returns the variant to call with these arguments."""
+        if self._sizes.match_first(arguments):
+            return self._static
+        self._sizes.mark(arguments)
+        return self._dynamic
+
+
 class Compilation:
     """Compiles a model's training passes with Inductor; evaluation and curvature run it uncompiled.
 
@@ -61,7 +80,7 @@ class Compilation:
     * **Unequal blocks** are compiled for the sizes of their first call. Other sizes, also of a batch that grows, get a
       second, slower variant. Only sizes that vary are dynamic in it: with all dynamic, PyTorch traces a Swin four times
       as long, and cannot compile a PVT.
-    * **Without blocks**, the model is compiled as a whole. Sizes that vary become dynamic, for the first size, too.
+    * **Without blocks**, the model is compiled as a whole, likewise for its first sizes, and for others.
     * **The loss** of many outputs, such as a language model's, is compiled together with their casts to FP32, so that
       no FP32 copy of them is stored.
 
@@ -87,7 +106,7 @@ class Compilation:
         self.model, self._spares_memory = model, spares_memory
         self.blocks = tuple(blocks)
         """The blocks compiled one by one; empty if the model is compiled as a whole."""
-        self._whole: Any = None if blocks else torch.compile(model)
+        self._whole = None if blocks else _Variants(model)
         self._is_in_force = False
         self._compiled = [*self.blocks, *_norms_and_embeddings_outside(model, self.blocks)] if self.blocks else []
         self._are_equal = are_equal
@@ -97,7 +116,7 @@ class Compilation:
             else:
                 # The attribute is private. A forward pre-hook, which is public, would be compiled, too.
                 module._compiled_call_impl = self._specialized(module._call_impl)
-        self._sizes, self._loss_sizes = _VaryingSizes(), _VaryingSizes(batch_varies=True)
+        self._loss_sizes = _VaryingSizes(batch_varies=True)
         # PyTorch counts variants by code object: with one of its own, losses of other loops do not count.
         own = FunctionType(loss_in_fp32.__code__.replace(), loss_in_fp32.__globals__)
         self._loss: Any = torch.compile(own)
@@ -112,15 +131,14 @@ class Compilation:
     def compile_whole(self) -> None:
         """Compiles the model as a whole from now on."""
         self.remove()
-        self._whole = torch.compile(self.model)
+        self._whole = _Variants(self.model)
 
     def forward_of(self, inputs: Any) -> nn.Module:
         """Returns the module to call with these inputs in place of the model, in a new pass."""
         self.compiles_loss = False
         if self._whole is None:
             return self.model
-        self._sizes.mark(inputs)
-        module: nn.Module = self._whole
+        module: nn.Module = self._whole.fitting(inputs)
         return module
 
     def loss(self, loss: Loss, outputs: Any, targets: Any) -> Tensor:
@@ -139,19 +157,13 @@ class Compilation:
         self._loss, self.compiles_loss = None, False
 
     def _specialized(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a block's call, compiled for the static sizes of the first call, and a second time for others.
-
-        With one callable for both, PyTorch would use the variant compiled last for the first sizes, too.
-        """
-        static, dynamic, sizes = torch.compile(call, dynamic=False), torch.compile(call), _VaryingSizes()
+        """Returns a block's call that runs compiled code in training passes."""
+        variants = _Variants(call)
 
         def compiled(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_in_force:  # an evaluation's sizes are not those of training
-                return call(*args, **kwargs)
-            if sizes.match_first([args, kwargs]):
-                return static(*args, **kwargs)
-            sizes.mark([args, kwargs])
-            return dynamic(*args, **kwargs)
+            # An evaluation's sizes are not those of training.
+            fitting = variants.fitting([args, kwargs]) if self._is_in_force else call
+            return fitting(*args, **kwargs)
 
         return compiled
 
