@@ -21,8 +21,8 @@ HEAD = """# Options
 other defaults. Python functions take the same names, with `_`; there `on` and `off` may be `True` and `False`. So does
 a TOML file for `--config`; a finished run leaves one, `config.toml`. `triaccel COMMAND --help-all` shows the rest.
 
-Exit status: 0 on success, 1 if a run failed or a search found no feasible trial, 2 on bad input or if a memory budget
-is too small for the first step, 130 if stopped.
+Exit status: 0 on success, 1 if a run failed or a search found no feasible trial, 2 on bad input, 130 if stopped. A
+memory budget of one GPU that is too small for the first step counts as bad input.
 """
 TITLES = {
     RunOptions: "`triaccel run`",
