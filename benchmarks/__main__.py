@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 ALL: tuple[tuple[str, ...], ...] = (
-    ("any_model", "--parallel-compile", "--methods", "loop", "graph"),
+    ("any_model", "--methods", "loop", "graph"),
     ("elastic",),
     ("grad_stats",),
     ("optimizer_step",),

@@ -44,6 +44,7 @@ METHODS = ("amp", "reduce-overhead", "graph", *OURS)
 LOSS_STEPS = (180, 200)
 """Range of steps over which the training loss is averaged for comparison."""
 _COMPILE_TIMEOUT_S = 1800.0
+"""Seconds after which runs stop waiting for others to compile."""
 Step = Callable[[], Any]
 
 
