@@ -177,32 +177,33 @@ class RegionCosts:
         self._device = device
         self._sizes: dict[Kind, dict[str, tuple[int, int, int]]] = {}
         self._times: dict[Kind, _Times] = {}
-        self._is_counted: set[Kind] = set()
-        self._was_captured: dict[Kind, bool] = {}  # the pass that was timed
+        # Kinds that need not be counted, and timed, again; the latter with whether the timed pass was captured.
+        self._counted: set[Kind] = set()
+        self._timed_captured: dict[Kind, bool] = {}
 
     def recorder(self, kind: Kind, *, is_captured: bool = False) -> RegionRecorder | None:
         """Returns the recorder for the next pass of this kind; None if all is known."""
-        was_captured = self._was_captured.get(kind)
+        was_captured = self._timed_captured.get(kind)
         if was_captured is None or (is_captured and not was_captured):
-            return RegionRecorder(self._device, kind, counts=kind not in self._is_counted)
+            return RegionRecorder(self._device, kind, counts=kind not in self._counted)
         return None
 
     def learn(self, recorder: RegionRecorder, *, is_captured: bool = False) -> None:
         """Stores what a pass has recorded; waits for the device."""
         if recorder.counts:
             self._sizes[recorder.kind] = recorder.sizes
-            self._is_counted.add(recorder.kind)
+            self._counted.add(recorder.kind)
             if not is_captured:
                 return
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._times[recorder.kind] = recorder.times()
-        self._was_captured[recorder.kind] = is_captured
+        self._timed_captured[recorder.kind] = is_captured
 
     def measure_again(self) -> None:
         """Has the next passes of each kind recorded again; what is known stays until then."""
-        self._is_counted.clear()
-        self._was_captured.clear()
+        self._counted.clear()
+        self._timed_captured.clear()
 
     def signals(self, kind: Kind) -> tuple[RegionSignal, ...]:
         """Returns the costs of the regions in a pass of this kind, in the order of their calls; empty if not known."""

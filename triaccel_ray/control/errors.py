@@ -73,7 +73,7 @@ def explaining_errors(training: Training, repeat_step: Callable[[], object] | No
         wanted = "Give more memory" if least is None else f"Give a memory budget of {mib(least)} or more"
         advice = ", or set ".join(filter(None, [wanted, " or ".join(training.unused_savings)]))
         text = (
-            f"memory ran out, and smaller micro-batches could not help. The "
+            "memory ran out, and smaller micro-batches could not help. The "
             f"{'memory budget' if memory.has_budget else 'memory'} of {memory.name} is {mib(memory.limit_bytes)}, of "
             f"which the process held {mib(memory.idle_bytes)} before the first batch. {advice}. It was: "
             f"{first_line(error)}"

@@ -20,7 +20,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _MIN_MODULES = 3
 """Minimum number of modules in a block: a single layer has nothing to fuse, and nothing inside to free."""
 _MAX_KINDS = 2
-"""Maximum number of kinds of blocks, such as an encoder's and a decoder's: with more, compiling the whole is faster."""
+"""Maximum number of kinds of blocks, such as an encoder's and a decoder's: with more, they count as unequal."""
 _MIN_SHARE = 0.8
 """Minimum share of a module's parameters, embeddings aside, that its repeated blocks must own."""
 
