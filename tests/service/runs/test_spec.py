@@ -26,6 +26,7 @@ PARTS = {
     "fp32": (Precision.FP32, False, False),
     "amp": (Precision.BF16, False, False),
     "amp-best": (Precision.BF16, False, False),
+    "engine-fp32": (Precision.FP32, False, False),
     "engine-amp": (Precision.BF16, False, False),
     "fixed": (Precision.BF16, False, False),
     "tune-batch": (Precision.BF16, False, False),

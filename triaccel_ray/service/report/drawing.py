@@ -35,12 +35,14 @@ RED: Final = "#C8442B"
 GREEN: Final = "#00876C"
 PURPLE: Final = "#9A4D8E"
 BROWN: Final = "#7A5230"
+PINK: Final = "#E08FB5"
 """After Okabe and Ito (2008); navy, sky and amber also differ in lightness."""
 
 METHOD_STYLES: Final[Mapping[str, tuple[str, str]]] = {
     "fp32": ("s", RED),
     "amp": ("D", ORANGE),
     "amp-best": ("X", BROWN),
+    "engine-fp32": ("p", PINK),
     "engine-amp": ("^", AMBER),
     "fixed": ("P", GRAY),
     "dynamic-batch": ("v", SKY),

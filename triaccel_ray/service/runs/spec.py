@@ -11,7 +11,7 @@ from triaccel_ray.config import ControlConfig, LrRule, check_fields, in_bounds, 
 from triaccel_ray.decide.paper import paper_rules
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.service.runs.methods import BASELINES, METHODS, TUNE_BATCH
+from triaccel_ray.service.runs.methods import BASELINES, IN_FP32, METHODS, TUNE_BATCH
 from triaccel_ray.trainables.registry import load_task
 from triaccel_ray.trainables.task import Purpose, Recipe, Task
 
@@ -151,7 +151,7 @@ class RunSpec:
         rule: LrRule = "sqrt" if batch.lr_rule == "adascale" else batch.lr_rule
         batch = replace(batch, lr_rule=rule, bound_by_noise_scale=False)
         if self.method not in ("dynamic-precision", "dynamic-both"):
-            initial = Precision.FP32 if self.method in ("fp32", "dynamic-batch") else precision.initial
+            initial = Precision.FP32 if self.method in IN_FP32 else precision.initial
             precision = replace(precision, enabled=False, initial=initial, initial_layers={})
         if self.method not in ("dynamic-batch", "dynamic-both"):
             batch = replace(batch, enabled=False, lr_rule="none")

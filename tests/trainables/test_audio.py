@@ -1,0 +1,89 @@
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from triaccel_ray import BatchConfig, ControlLoop, CurvatureConfig, PrecisionConfig
+from triaccel_ray.data.sources import TensorSource
+from triaccel_ray.records.plan import Precision
+from triaccel_ray.trainables.audio import SIGNAL_TO_NOISE, AudioSiren, melody, siren
+from triaccel_ray.trainables.task import Purpose
+
+EPOCHS = 60
+FIRST, LATER, LAST = "0.linear", ("1.linear", "2.linear"), "3"
+
+
+class Small(AudioSiren):
+    _on_gpu: ClassVar[Mapping[str, int]] = {"layers": 3, "width": 64, "seconds": 1, "rate": 16_000}
+    _on_cpu: ClassVar[Mapping[str, int]] = _on_gpu
+
+
+def decibels(precision: PrecisionConfig) -> tuple[float, dict[str, Precision]]:
+    """Trains a small network; returns the signal-to-noise ratio of the validation samples, and the final precisions."""
+    task = Small()
+    data, recipe = task.data(Purpose.SEARCH), replace(task.recipe, epochs=EPOCHS, lr=3e-4)
+    batch = BatchConfig(enabled=False, start=512, minimum=512, maximum=512)
+    control = replace(
+        task.control, precision=precision, batch=batch, curvature=CurvatureConfig(enabled=False), every_steps=5
+    )
+    torch.manual_seed(0)
+    model = task.model()
+    loop = ControlLoop(
+        model, task.optimizer(model, recipe), lambda outputs, targets: task.loss(outputs, targets, recipe), data.train,
+        config=control, schedule=recipe.lr_factor, epochs=EPOCHS,
+    )  # fmt: skip
+    for _ in range(EPOCHS):
+        loop.train_epoch()
+    value = loop.evaluate(data.held_out, metrics=task.metrics).metrics["snr_db"]
+    loop.close()
+    return value, dict(loop.plan.precision)
+
+
+def test_the_rule_finds_the_one_layer_that_needs_fp32_and_no_uniform_low_precision_learns_the_sound() -> None:
+    bf16, _ = decibels(PrecisionConfig(enabled=False))
+    fp32, _ = decibels(PrecisionConfig(enabled=False, initial=Precision.FP32))
+    mixed, found = decibels(AudioSiren.control.precision)
+    assert bf16 < 1.0
+    assert fp32 > 20.0
+    assert mixed > fp32 - 1.0
+    assert found == dict.fromkeys(LATER, Precision.BF16) | {FIRST: Precision.FP32, LAST: Precision.BF16}
+
+
+def test_splits_are_disjoint_complete_and_the_same_for_every_seed() -> None:
+    search, final = Small().data(Purpose.SEARCH), Small().data(Purpose.FINAL)
+    torch.manual_seed(2)
+    again = Small().data(Purpose.SEARCH)
+    sources = (search.train, search.held_out, final.held_out, final.train, again.train)
+    train, validation, test, most, same = (source.inputs for source in sources if isinstance(source, TensorSource))
+    assert torch.equal(train, same)
+    times = torch.cat((train, validation, test)).flatten()
+    assert len(times) == len(times.unique()) == 16_000
+    assert torch.equal(most, torch.cat((train, validation)))
+    assert train.untyped_storage().nbytes() == 4 * len(train)  # no sample of the others behind it
+
+
+def test_the_sound_has_unit_power_and_no_overtone_above_half_of_the_rate() -> None:
+    sound = melody(16_000, 16_000)
+    assert sound.square().mean().item() == pytest.approx(1.0)
+    spectrum = torch.fft.rfft(sound).abs().square()  # bins of 1 Hz
+    assert spectrum[4000:].sum() < 1e-3 * spectrum.sum()
+
+
+def test_decibels_are_those_of_the_error_against_unit_power() -> None:
+    outputs, targets = torch.tensor([[0.1], [0.3]]), torch.zeros(2, 1)
+    values = SIGNAL_TO_NOISE.values(outputs, targets)
+    assert isinstance(values, torch.Tensor)
+    mean = values.mean().item()
+    assert SIGNAL_TO_NOISE.of_mean(mean) == pytest.approx(-10 * math.log10(0.05))
+    assert SIGNAL_TO_NOISE.of_mean(0.0) == 120.0
+
+
+def test_outputs_of_each_layer_are_distributed_alike() -> None:
+    torch.manual_seed(0)
+    x = torch.rand(4096, 1) * 2 - 1
+    for layer in siren(layers=5, width=256)[:-1]:
+        x = layer(x)
+        assert x.std().item() == pytest.approx(math.sqrt(0.5), abs=0.05)
