@@ -313,8 +313,8 @@ class ControlConfig(_Checked):
     """T_ctrl: optimizer steps between ticks."""
     revert_slowdowns: bool = True
     """Whether changes must pay. A lower precision or a larger batch that makes steps over 25 % slower per sample is
-    undone. In captured steps, the limit is 3 % for a precision and 0 for a batch; there, a batch grows only if it saves
-    more than it costs. Without this rule, two equal runs on a CPU make the same decisions, whatever the timings."""
+    undone (captured steps: 3 %, 0 %). A precision is not lowered if that raises the loss of some samples by 10 %. On a
+    GPU, batches grow only if that saves time. Without this rule, equal runs on a CPU decide alike at any speed."""
     max_overhead: float = knob(0.02, "(0, 1]")
     """Share of the training time that adaptation may take on a GPU; curvature measurements that change nothing have a
     quarter of it. Measurements and lower precisions wait until it allows them. Only with `revert_slowdowns`."""

@@ -19,6 +19,7 @@ from triaccel_ray.control.curvature import ScheduledCurvature
 from triaccel_ray.control.epochs import EpochLoop, EpochProgress, EpochStats, LossBuffers, SampleSchedule, Schedule
 from triaccel_ray.control.errors import NonFiniteGradientsError as NonFiniteGradientsError
 from triaccel_ray.control.errors import explaining_errors, require_finite
+from triaccel_ray.control.lowering import without_harm
 from triaccel_ray.control.pending_tick import RECORD_AFTER, FaultLogger, PendingTick
 from triaccel_ray.control.training import Training
 from triaccel_ray.data.sources import default_config
@@ -213,7 +214,9 @@ class ControlLoop(EpochLoop):
         self._ranks.require_equal(f"the decision of tick {self.num_ticks}", encode(decision))
         if not self._ranks.is_alone:
             self._ranks.require_equal(f"the learning rate of tick {self.num_ticks}", self.optimizer.rates)
-        applied = self._actuators.apply(decision.plan, step=self.num_steps)
+        plan, refused = without_harm(self._training, self.config, self.plan, decision.plan, step=self.num_steps)
+        applied = self._actuators.apply(plan, step=self.num_steps)
+        applied = replace(applied, faults=(*applied.faults, *refused))
         if decision.remeasures_regions:
             self._actuators.measure_regions_again()
         self.sensors.begin_interval(observation.plan, applied)

@@ -5,11 +5,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.decide.build import BF16, FP16, FP32, Machine, Run, apply_failed, observation_of, plan_of, precision_configs
+from tests.decide.build import (
+    BF16,
+    FP16,
+    FP32,
+    Machine,
+    Run,
+    apply_failed,
+    lowering_refused,
+    observation_of,
+    plan_of,
+    precision_configs,
+)
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import ControlState, Decision, LayerState
 from triaccel_ray.decide.precision import (
     bar_overflowing,
+    bar_refused,
     decide_precision,
     keep_precision,
     precision_for_variance,
@@ -235,3 +247,32 @@ def test_a_plan_that_could_not_be_applied_is_asked_for_again_when_it_goes_on_ove
     assert set(decision.plan.precision.values()) == {FP16}
     assert all(layer.fp16_bar_ticks == 0 for layer in decision.state.layers.values())
     assert set(step(run, 150).plan.precision.values()) == {BF16}
+
+
+def test_a_refused_precision_is_asked_for_again_after_a_time_that_doubles() -> None:
+    config, state = config_of(overflow_bar_ticks=3), LayerState(by_variance=FP32)
+    asked, was_refused = [], False
+    for index in range(30):
+        faults = (lowering_refused(),) if was_refused else ()
+        signal = LayerSignal(name="conv", variance=VARIANCE[BF16], supported=tuple(Precision))
+        seen = observation_of(plan_of(conv=FP32), signal, faults=faults)
+        layers = bar_refused(config, seen, {"conv": state.after_tick()})
+        precision, layers, _ = decide_precision(config, seen, layers)
+        state, was_refused = layers["conv"], precision["conv"] is BF16
+        asked += [index] if was_refused else []
+    assert asked == [0, 4, 11, 24]
+
+
+def test_a_refusal_bars_the_layers_that_kept_their_precision_alone_and_does_not_bar_raising() -> None:
+    config = config_of()
+    plan = plan_of(kept=FP32, lowered=BF16)
+    states = {name: LayerState(by_variance=BF16, lower_votes=1) for name in plan.precision}
+    signals = [LayerSignal(name=name, variance=VARIANCE[BF16], supported=tuple(Precision)) for name in plan.precision]
+    seen = observation_of(plan, *signals, faults=(lowering_refused(),))
+    barred = bar_refused(config, seen, states)
+    assert barred["lowered"] == states["lowered"]
+    assert barred["kept"].lower_bar_ticks == config.overflow_bar_ticks
+    assert decide_precision(config, seen, barred)[0] == plan.precision
+    raised = [LayerSignal(name=name, variance=VARIANCE[FP32], supported=tuple(Precision)) for name in plan.precision]
+    bar = {"kept": barred["kept"], "lowered": LayerState(by_variance=BF16, lower_bar_ticks=5, times_refused=1)}
+    assert set(decide_precision(config, observation_of(plan, *raised), bar)[0].values()) == {FP32}

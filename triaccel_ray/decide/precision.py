@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from triaccel_ray.config import PrecisionConfig
 from triaccel_ray.decide.throughput import barred_precision
-from triaccel_ray.records.plan import MINIMUM_LOSS_SCALE, Precision, Reason, ReasonCode
+from triaccel_ray.records.plan import MINIMUM_LOSS_SCALE, FaultKind, Precision, Reason, ReasonCode
 from triaccel_ray.records.signals import LayerSignal, Observation
 from triaccel_ray.records.state import ControlState, LayerState, nearest_supported
 
@@ -77,6 +77,25 @@ def keep_precision(
     return precision, updated
 
 
+def bar_refused(
+    config: PrecisionConfig, observation: Observation, layers: Mapping[str, LayerState]
+) -> dict[str, LayerState]:
+    """Returns the states; layers whose lower precision was refused keep theirs for a time that doubles each time."""
+    updated = dict(layers)
+    if any(fault.kind is FaultKind.LOWERING_REFUSED for fault in observation.faults):
+        for signal in observation.layers:
+            in_force, state = observation.plan.precision[signal.name], layers[signal.name]
+            if _precision_of(signal, state).rank < in_force.rank:
+                updated[signal.name] = replace(
+                    state,
+                    by_variance=in_force,
+                    lower_votes=0,
+                    lower_bar_ticks=config.overflow_bar_ticks * 2**state.times_refused,
+                    times_refused=state.times_refused + 1,
+                )
+    return updated
+
+
 def _keep_but_leave_fp16(
     observation: Observation, layers: Mapping[str, LayerState]
 ) -> tuple[dict[str, Precision], dict[str, LayerState], list[Reason]]:
@@ -109,7 +128,7 @@ def _after_vote(config: PrecisionConfig, signal: LayerSignal, state: LayerState,
         wanted = Precision.BF16
     lowers = wanted.rank < state.by_variance.rank
     votes = state.lower_votes + 1 if lowers else 0
-    has_dwelt = state.ticks_since_change >= config.dwell_ticks
+    has_dwelt = state.ticks_since_change >= config.dwell_ticks and not (lowers and state.lower_bar_ticks)
     may_change = has_dwelt and (not lowers or (may_lower and votes >= config.patience_ticks))
     if wanted is state.by_variance or not may_change:
         return replace(state, lower_votes=votes)

@@ -10,7 +10,7 @@ from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, retreat, undo_growth
 from triaccel_ray.decide.calibration import remember_plan
 from triaccel_ray.decide.curvature import lr_reasons, lr_scale, remember_curvature, smooth_noise
-from triaccel_ray.decide.precision import bar_overflowing, decide_precision, keep_precision
+from triaccel_ray.decide.precision import bar_overflowing, bar_refused, decide_precision, keep_precision
 from triaccel_ray.decide.storage import decide_storage, growth_hold, plans_memory, stores_least
 from triaccel_ray.decide.throughput import Judgement, bar_undone, judge, size_that_pays, watch
 from triaccel_ray.decide.weight_form import remember_form
@@ -104,6 +104,7 @@ def _decide_precisions(
         precision, kept = keep_precision(observation, layers)
         text = f"the last plan failed to apply: {fault.detail}"
         return precision, kept, [Reason(code=ReasonCode.APPLY_FAILED, subject="precision", text=text)]
+    layers = bar_refused(config.precision, observation, layers)
     barred, overflows = bar_overflowing(config.precision, observation, state, layers)
     most_ms = config.max_overhead * observation.step * (observation.step_ms or 0.0)
     is_affordable = not config.revert_slowdowns or observation.adapting_ms <= most_ms

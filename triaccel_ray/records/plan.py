@@ -161,6 +161,8 @@ class FaultKind(StrEnum):
     """On a CPU: the process holds more than its budget, and no smaller batch would change that."""
     PRECISION_REFUSED = "precision_refused"
     """A precision is not offered: the device has no instructions for it, or it brings no speedup."""
+    LOWERING_REFUSED = "lowering_refused"
+    """Layers keep their precision: in a lower one, the loss of some training samples was higher."""
     NOT_A_LAYER = "not_a_layer"
     """Weights that belong to no layer keep their precision and learning rate."""
     COMPILED = "compiled"

@@ -34,11 +34,18 @@ class LayerState:
     """Ticks for which the layer must still stay above `too_slow`."""
     times_slow: int = 0
     """Number of times a lower precision of the layer was undone because steps were slower."""
+    lower_bar_ticks: int = 0
+    """Ticks for which the variance still cannot lower the precision, after that would have raised the loss."""
+    times_refused: int = 0
+    """Number of times a lower precision of the layer would have raised the loss."""
 
     def after_tick(self) -> LayerState:
         """Returns a copy whose bars end one tick sooner."""
         return replace(
-            self, fp16_bar_ticks=max(self.fp16_bar_ticks - 1, 0), slow_bar_ticks=max(self.slow_bar_ticks - 1, 0)
+            self,
+            fp16_bar_ticks=max(self.fp16_bar_ticks - 1, 0),
+            slow_bar_ticks=max(self.slow_bar_ticks - 1, 0),
+            lower_bar_ticks=max(self.lower_bar_ticks - 1, 0),
         )
 
 
