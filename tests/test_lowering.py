@@ -1,7 +1,8 @@
-"""Lower precisions are tried on some samples before they take effect."""
+"""Precisions are tried on some samples: those of a new model, and lower ones before they take effect."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -159,3 +160,52 @@ def test_layers_that_do_harm_together_alone_are_all_kept() -> None:
         assert set(loop.plan.precision.values()) == {FP32}
         assert "0 fp32 -> bf16: " in fault.detail
         assert "1 fp32 -> bf16: " in fault.detail
+
+
+def loop_with(model: nn.Module, precision: PrecisionConfig, *, width: int = 1, **settings) -> ControlLoop:
+    config = ControlConfig(precision=precision, curvature=CurvatureConfig(enabled=False), **settings)
+    data = torch.randn(128, width), torch.randn(128, 1)
+    return ControlLoop(model, torch.optim.Adam(model.parameters()), F.mse_loss, data, config=config)
+
+
+def sines() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Sine(1, 64, 3000.0, 1.0), Sine(64, 64, 30.0, 0.01), nn.Linear(64, 1))
+
+
+def test_a_layer_whose_rounding_changes_the_new_models_outputs_is_never_offered_that_precision() -> None:
+    ticks: list[Tick] = []
+    with contextlib.closing(loop_with(sines(), PrecisionConfig())) as loop:
+        assert dict(loop.plan.precision) == {"0.linear": FP32, "1.linear": BF16, "2": BF16}
+        for _ in range(3):
+            loop.train_epoch()
+            ticks.append(loop.tick())
+        assert dict(loop.plan.precision) == {"0.linear": FP32, "1.linear": BF16, "2": BF16}
+    details = [each.detail for each in ticks[0].observation.faults if each.kind is FaultKind.PRECISION_REFUSED]
+    assert any(detail.startswith("0.linear in bf16 changes the outputs of the new model by ") for detail in details)
+    assert not any("1.linear" in detail for detail in details)
+    assert {each.name: each.supported for each in ticks[0].observation.layers}["0.linear"] == (FP32,)
+
+
+@pytest.mark.parametrize(
+    ("precision", "settings"),
+    [(PrecisionConfig(enabled=False), {}), (PrecisionConfig(), {"revert_slowdowns": False})],
+    ids=["one precision", "the printed rules"],
+)
+def test_nothing_is_withdrawn_where_nothing_is_judged(precision: PrecisionConfig, settings: dict) -> None:
+    with contextlib.closing(loop_with(sines(), precision, **settings)) as loop:
+        assert set(loop.plan.precision.values()) == {BF16}
+
+
+def test_an_ordinary_model_keeps_its_precisions() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(), nn.Linear(16, 1))
+    with contextlib.closing(loop_with(model, PrecisionConfig(), width=8)) as loop:
+        assert set(loop.plan.precision.values()) == {BF16}
+
+
+def test_outputs_of_zero_withdraw_nothing() -> None:
+    model = nn.Linear(8, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    with contextlib.closing(loop_with(model, PrecisionConfig(), width=8)) as loop:
+        assert set(loop.plan.precision.values()) == {BF16}

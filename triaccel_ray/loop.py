@@ -19,7 +19,7 @@ from triaccel_ray.control.curvature import ScheduledCurvature
 from triaccel_ray.control.epochs import EpochLoop, EpochProgress, EpochStats, LossBuffers, SampleSchedule, Schedule
 from triaccel_ray.control.errors import NonFiniteGradientsError as NonFiniteGradientsError
 from triaccel_ray.control.errors import explaining_errors, require_finite
-from triaccel_ray.control.lowering import without_harm
+from triaccel_ray.control.lowering import withdraw_imprecise, without_harm
 from triaccel_ray.control.pending_tick import RECORD_AFTER, FaultLogger, PendingTick
 from triaccel_ray.control.training import Training
 from triaccel_ray.data.sources import default_config
@@ -98,13 +98,15 @@ class ControlLoop(EpochLoop):
             self._schedule.require_enough_steps(self.sampler.num_samples, epochs)
             self._epoch, self.timer = EpochProgress(self.device, training.loss_sums[0]), StepTimer(self.device)
             step = training.steps.step
+            regions = step.activations.regions
+            withdraw_imprecise(training, self.config, initial_decision(self.config, training.supported, regions).plan)
             profile = ProfileMeter(model, self.device, step.region_costs)
             self.sensors = Sensors(
                 training.supported, training.moments, self.memory, self.timer, training.loss_sums[1], profile
             )
             self.sensors.record_faults(training.faults)
             require_same_steps(self._ranks, training.steps, training.supported)
-            first = initial_decision(self.config, training.supported, training.steps.step.activations.regions)
+            first = initial_decision(self.config, training.supported, regions)
             self._curvature = ScheduledCurvature(training, self.sensors, self.config, seed=seed)
             self.curvature = self._curvature.meter
             self._curvature.start()  # before the plan: layers in 16 bits then have no copies that take memory yet

@@ -21,14 +21,15 @@ class Small(AudioSiren):
     _on_cpu: ClassVar[Mapping[str, int]] = _on_gpu
 
 
-def decibels(precision: PrecisionConfig) -> tuple[float, dict[str, Precision]]:
+def decibels(precision: PrecisionConfig, *, revert_slowdowns: bool = True) -> tuple[float, dict[str, Precision]]:
     """Trains a small network; returns the signal-to-noise ratio of the validation samples, and the final precisions."""
     task = Small()
     data, recipe = task.data(Purpose.SEARCH), replace(task.recipe, epochs=EPOCHS, lr=3e-4)
     batch = BatchConfig(enabled=False, start=512, minimum=512, maximum=512)
     control = replace(
-        task.control, precision=precision, batch=batch, curvature=CurvatureConfig(enabled=False), every_steps=5
-    )
+        task.control, precision=precision, batch=batch, curvature=CurvatureConfig(enabled=False), every_steps=5,
+        revert_slowdowns=revert_slowdowns,
+    )  # fmt: skip
     torch.manual_seed(0)
     model = task.model()
     loop = ControlLoop(
@@ -42,14 +43,20 @@ def decibels(precision: PrecisionConfig) -> tuple[float, dict[str, Precision]]:
     return value, dict(loop.plan.precision)
 
 
-def test_the_rule_finds_the_one_layer_that_needs_fp32_and_no_uniform_low_precision_learns_the_sound() -> None:
-    bf16, _ = decibels(PrecisionConfig(enabled=False))
-    fp32, _ = decibels(PrecisionConfig(enabled=False, initial=Precision.FP32))
-    mixed, found = decibels(AudioSiren.control.precision)
-    assert bf16 < 1.0
-    assert fp32 > 20.0
-    assert mixed > fp32 - 1.0
-    assert found == dict.fromkeys(LATER, Precision.BF16) | {FIRST: Precision.FP32, LAST: Precision.BF16}
+MIXED = dict.fromkeys(LATER, Precision.BF16) | {FIRST: Precision.FP32, LAST: Precision.BF16}
+
+
+def test_bf16_alone_does_not_learn_the_sound_and_fp32_does() -> None:
+    assert decibels(PrecisionConfig(enabled=False))[0] < 1.0
+    assert decibels(PrecisionConfig(enabled=False, initial=Precision.FP32))[0] > 20.0
+
+
+@pytest.mark.parametrize("by", ["trial of the new model", "variance", "both"])
+def test_the_loop_finds_the_one_layer_that_needs_fp32(by: str) -> None:
+    precision = PrecisionConfig() if by == "trial of the new model" else AudioSiren.control.precision
+    value, found = decibels(precision, revert_slowdowns=by != "variance")
+    assert value > 20.0
+    assert found == MIXED
 
 
 def test_splits_are_disjoint_complete_and_the_same_for_every_seed() -> None:
