@@ -19,7 +19,7 @@ from triaccel_ray.control.curvature import ScheduledCurvature
 from triaccel_ray.control.epochs import EpochLoop, EpochProgress, EpochStats, LossBuffers, SampleSchedule, Schedule
 from triaccel_ray.control.errors import NonFiniteGradientsError as NonFiniteGradientsError
 from triaccel_ray.control.errors import explaining_errors, require_finite
-from triaccel_ray.control.lowering import withdraw_imprecise, without_harm
+from triaccel_ray.control.lowering import withdraw, withdraw_imprecise, without_harm
 from triaccel_ray.control.pending_tick import RECORD_AFTER, FaultLogger, PendingTick
 from triaccel_ray.control.training import Training
 from triaccel_ray.data.sources import default_config
@@ -30,7 +30,7 @@ from triaccel_ray.measure.timing import StepTimer
 from triaccel_ray.model.layers import Loss
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.events import Tick
-from triaccel_ray.records.plan import Plan
+from triaccel_ray.records.plan import Plan, Precision
 
 
 class ControlLoop(EpochLoop):
@@ -98,15 +98,14 @@ class ControlLoop(EpochLoop):
             self._schedule.require_enough_steps(self.sampler.num_samples, epochs)
             self._epoch, self.timer = EpochProgress(self.device, training.loss_sums[0]), StepTimer(self.device)
             step = training.steps.step
-            regions = step.activations.regions
-            withdraw_imprecise(training, self.config, initial_decision(self.config, training.supported, regions).plan)
+            withdraw_imprecise(training, self.config)
             profile = ProfileMeter(model, self.device, step.region_costs)
             self.sensors = Sensors(
                 training.supported, training.moments, self.memory, self.timer, training.loss_sums[1], profile
             )
             self.sensors.record_faults(training.faults)
             require_same_steps(self._ranks, training.steps, training.supported)
-            first = initial_decision(self.config, training.supported, regions)
+            first = initial_decision(self.config, training.supported, step.activations.regions)
             self._curvature = ScheduledCurvature(training, self.sensors, self.config, seed=seed)
             self.curvature = self._curvature.meter
             self._curvature.start()  # before the plan: layers in 16 bits then have no copies that take memory yet
@@ -294,6 +293,7 @@ class ControlLoop(EpochLoop):
             **super().state_dict(),
             **self._actuators.state_dict(),
             "control": encode(self.state),
+            "withdrawn": sorted([name, level.value] for name, level in self._training.withdrawn),
             "counters": [self.num_steps, self.num_ticks, self._epoch.num_steps],
         }
 
@@ -305,6 +305,7 @@ class ControlLoop(EpochLoop):
         """
         super().load_state_dict(state)
         self._training.statistics.keep()
+        withdraw(self._training, {(name, Precision(level)) for name, level in state.get("withdrawn", ())})
         self.state = decode(ControlState, state["control"])
         self._actuators.load_state_dict(state)
         self.num_steps, self.num_ticks, self._epoch.num_steps = state["counters"]

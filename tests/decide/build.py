@@ -54,8 +54,10 @@ def capture_out_of_memory(batch_size: int, micro_batch_size: int | None = None) 
     return Fault(kind=kind, step=1, phase="capture", batch_size=batch_size, micro_batch_size=at_once)
 
 
-def lowering_refused() -> Fault:
-    return Fault(kind=FaultKind.LOWERING_REFUSED, step=1, phase="precision", detail="the loss would rise")
+def lowering_refused(*layers: str) -> Fault:
+    return Fault(
+        kind=FaultKind.LOWERING_REFUSED, step=1, phase="precision", layers=layers, detail="the loss would rise"
+    )
 
 
 def apply_failed(batch_size: int = 0) -> Fault:

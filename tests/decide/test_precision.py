@@ -253,7 +253,7 @@ def test_a_refused_precision_is_asked_for_again_after_a_time_that_doubles() -> N
     config, state = config_of(overflow_bar_ticks=3), LayerState(by_variance=FP32)
     asked, was_refused = [], False
     for index in range(30):
-        faults = (lowering_refused(),) if was_refused else ()
+        faults = (lowering_refused("conv"),) if was_refused else ()
         signal = LayerSignal(name="conv", variance=VARIANCE[BF16], supported=tuple(Precision))
         seen = observation_of(plan_of(conv=FP32), signal, faults=faults)
         layers = bar_refused(config, seen, {"conv": state.after_tick()})
@@ -268,7 +268,7 @@ def test_a_refusal_bars_the_layers_that_kept_their_precision_alone_and_does_not_
     plan = plan_of(kept=FP32, lowered=BF16)
     states = {name: LayerState(by_variance=BF16, lower_votes=1) for name in plan.precision}
     signals = [LayerSignal(name=name, variance=VARIANCE[BF16], supported=tuple(Precision)) for name in plan.precision]
-    seen = observation_of(plan, *signals, faults=(lowering_refused(),))
+    seen = observation_of(plan, *signals, faults=(lowering_refused("kept"),))
     barred = bar_refused(config, seen, states)
     assert barred["lowered"] == states["lowered"]
     assert barred["kept"].lower_bar_ticks == config.overflow_bar_ticks
@@ -276,3 +276,10 @@ def test_a_refusal_bars_the_layers_that_kept_their_precision_alone_and_does_not_
     raised = [LayerSignal(name=name, variance=VARIANCE[FP32], supported=tuple(Precision)) for name in plan.precision]
     bar = {"kept": barred["kept"], "lowered": LayerState(by_variance=BF16, lower_bar_ticks=5, times_refused=1)}
     assert set(decide_precision(config, observation_of(plan, *raised), bar)[0].values()) == {FP32}
+
+
+def test_a_plan_that_fails_beside_a_refusal_does_not_lift_the_bar() -> None:
+    state = LayerState(by_variance=BF16, lower_bar_ticks=9, times_refused=3)
+    seen = observation_of(plan_of(conv=FP32), LayerSignal(name="conv"), faults=(apply_failed(),))
+    _, layers = keep_precision(seen, {"conv": state})
+    assert (layers["conv"].by_variance, layers["conv"].lower_bar_ticks, layers["conv"].times_refused) == (FP32, 9, 3)

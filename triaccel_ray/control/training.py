@@ -127,6 +127,7 @@ class Training:
         withheld = {} if config.precision.allow_slow_precisions else without_benefit
         self.supported = [(layer.name, supported_precisions(layer, without=withheld)) for layer in self.layers]
         """Each layer's name, and the precisions it may compute in."""
+        self.withdrawn: frozenset[tuple[str, Precision]] = frozenset()  # from these, by `control.lowering`
         self._note_limitations(withheld)
 
     @property

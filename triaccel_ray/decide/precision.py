@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from triaccel_ray.config import PrecisionConfig
-from triaccel_ray.decide.throughput import barred_precision
-from triaccel_ray.records.plan import MINIMUM_LOSS_SCALE, FaultKind, Precision, Reason, ReasonCode
+from triaccel_ray.decide.throughput import barred_precision, refused_layers
+from triaccel_ray.records.plan import MINIMUM_LOSS_SCALE, Precision, Reason, ReasonCode
 from triaccel_ray.records.signals import LayerSignal, Observation
 from triaccel_ray.records.state import ControlState, LayerState, nearest_supported
 
@@ -72,6 +72,8 @@ def keep_precision(
                 eigenvalues=state.eigenvalues,
                 measured_once=state.measured_once,
                 fp16_bar_ticks=0 if in_force is Precision.FP16 else state.fp16_bar_ticks,
+                lower_bar_ticks=state.lower_bar_ticks,
+                times_refused=state.times_refused,
             )
         updated[signal.name] = state
     return precision, updated
@@ -82,17 +84,15 @@ def bar_refused(
 ) -> dict[str, LayerState]:
     """Returns the states; layers whose lower precision was refused keep theirs for a time that doubles each time."""
     updated = dict(layers)
-    if any(fault.kind is FaultKind.LOWERING_REFUSED for fault in observation.faults):
-        for signal in observation.layers:
-            in_force, state = observation.plan.precision[signal.name], layers[signal.name]
-            if _precision_of(signal, state).rank < in_force.rank:
-                updated[signal.name] = replace(
-                    state,
-                    by_variance=in_force,
-                    lower_votes=0,
-                    lower_bar_ticks=config.overflow_bar_ticks * 2**state.times_refused,
-                    times_refused=state.times_refused + 1,
-                )
+    for name in refused_layers(observation):
+        state = layers[name]
+        updated[name] = replace(
+            state,
+            by_variance=observation.plan.precision[name],
+            lower_votes=0,
+            lower_bar_ticks=config.overflow_bar_ticks * 2**state.times_refused,
+            times_refused=state.times_refused + 1,
+        )
     return updated
 
 

@@ -162,7 +162,9 @@ class FaultKind(StrEnum):
     PRECISION_REFUSED = "precision_refused"
     """A precision is not offered: the device has no instructions for it, or it brings no speedup."""
     LOWERING_REFUSED = "lowering_refused"
-    """Layers keep their precision: in a lower one, the loss of some training samples was higher."""
+    """Layers keep their precision: in a lower one, the loss of some samples was higher, or their outputs differed."""
+    PRECISION_UNTRIED = "precision_untried"
+    """A precision takes effect although it could not be tried on samples."""
     NOT_A_LAYER = "not_a_layer"
     """Weights that belong to no layer keep their precision and learning rate."""
     COMPILED = "compiled"
@@ -193,6 +195,8 @@ class Fault:
     """Size of the micro-batches that finally fit, or that were to be captured; 0 if the phase has no batch."""
     stores_least: bool = False
     """Whether the attempt that finally fit recomputed every region that can be."""
+    layers: tuple[str, ...] = ()
+    """Names of the layers it concerns, if a rule acts on them."""
     detail: str = ""
 
 
