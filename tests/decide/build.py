@@ -134,8 +134,8 @@ def eventful_run(
     config: ControlConfig, machine: Machine, seed: int, ticks: int
 ) -> Iterator[tuple[Observation, Decision]]:
     """A run in which variances walk, eigenvalues come now and then, memory is taken and given back, things fail,
-    FP16 overflows, and captures find no memory."""
-    chance, aside, captures, timing = (random.Random(seed + i) for i in range(4))
+    FP16 overflows, captures find no memory, and lower precisions are refused."""
+    chance, aside, captures, timing, refusals = (random.Random(seed + i) for i in range(5))
     is_captured = timing.random() < 0.7
     spent = 0.5 * is_captured
     num_skipped = 0
@@ -159,6 +159,7 @@ def eventful_run(
             capturable = machine.limit_bytes * captures.choice([0.5, 0.7, 1.0])
             run.machine = replace(machine, free_bytes=taken, capacity_bytes=capacity, capturable_bytes=capturable)
         fails = chance.random() < 0.1
+        before = run.plan.precision
         overflows = FP16 in run.plan.precision.values() and aside.random() < 0.3
         num_skipped += 40 * overflows
         yield run.step(
@@ -173,6 +174,11 @@ def eventful_run(
             samples_left=timing.choice([0, 10**4, 10**7]),
         )
         pending = (apply_failed(run.decision.plan.batch_size),) if fails else ()
+        lowered = [name for name, level in run.plan.precision.items() if level.rank < before[name].rank]
+        if refused := tuple(name for name in lowered if refusals.random() < 0.3):
+            kept = {name: before[name] for name in refused}
+            run.plan = replace(run.plan, precision={**run.plan.precision, **kept})
+            pending = (*pending, lowering_refused(*refused))
         spent += timing.random() * is_captured
 
 

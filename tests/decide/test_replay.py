@@ -34,7 +34,7 @@ def test_the_simulated_log_holds_every_kind_of_event():
     log = log_of()
     kinds = {fault.kind.value for observation, _ in log for fault in observation.faults}
     codes = {reason.code.value for _, decision in log for reason in decision.reasons}
-    assert kinds == {"out_of_memory", "apply_failed", "capture_out_of_memory"}
+    assert kinds == {"out_of_memory", "apply_failed", "capture_out_of_memory", "lowering_refused"}
     assert codes >= {"variance", "curvature", "curvature_released", "lr_scale", "memory_low", "memory_high"}
     assert codes >= {"overflow", "capture_out_of_memory"}
     assert {level for observation, _ in log for level in observation.plan.precision.values()} == {FP16, BF16, FP32}

@@ -1,3 +1,4 @@
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.decide.build import BF16, FP16, FP32, Machine, Run, apply_failed, codes, memory_of
+from tests.decide.build import BF16, FP16, FP32, Machine, Run, apply_failed, codes, lowering_refused, memory_of
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import ControlState, Decision
 from triaccel_ray.decide.throughput import EFFICIENT_SHARE, efficient_size
@@ -60,6 +61,23 @@ def test_a_lower_precision_that_is_slower_is_undone():
     reason = undone.reasons[0]
     assert "lower precision of conv is slower" in reason.text
     assert (reason.value, reason.threshold) == (pytest.approx(100.0 / 96), pytest.approx(10.0 / 96))
+
+
+def test_of_a_change_that_is_refused_in_part_the_rest_is_judged():
+    config = replace(CONFIG, precision=replace(CONFIG.precision, initial=FP32, tau_high=math.inf))
+    run = Run(config, Machine(names=("kept", "lowered")))
+    signals = [LayerSignal(name=name, variance=1e-5) for name in ("kept", "lowered")]
+
+    def tick(step_ms: float, **others: Any) -> Decision:
+        return run.step(*signals, memory=memory_of(0.8), step_ms=step_ms, **others)[1]
+
+    run.plan = replace(run.plan, precision=dict.fromkeys(run.plan.precision, FP32))
+    assert set(tick(10.0).plan.precision.values()) == {BF16}
+    run.plan = replace(run.plan, precision={"kept": FP32, "lowered": BF16})
+    assert tick(100.0, faults=(lowering_refused("kept"),)).plan.precision == {"kept": FP32, "lowered": BF16}
+    undone = tick(100.0)
+    assert set(undone.plan.precision.values()) == {FP32}
+    assert "lower precision of lowered is slower" in undone.reasons[0].text
 
 
 def test_it_is_tried_again_after_a_bar_that_doubles_each_time():
