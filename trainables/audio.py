@@ -1,4 +1,4 @@
-"""A sound as a function of time, learned by a network of sines. Its first layer needs FP32, the others do not."""
+"""A sound as a function of time, learned by a network with sine activations. Its first layer alone needs FP32."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.model.metrics import Metric
 from triaccel_ray.trainables.task import WITHIN_BUDGET, Purpose, Recipe, Splits, Task, parameter_groups
 
+_ON_CPU = {"layers": 4, "width": 128, "seconds": 2, "rate": 16_000}
 _SPLIT_SEED = 2026
 _FIRST_OMEGA, _OMEGA = 3000.0, 30.0
 """Angular frequencies of the first and of the other layers, as Sitzmann et al. chose them for sound."""
@@ -35,10 +36,10 @@ class Sine(nn.Module):
 
 
 def siren(*, layers: int, width: int) -> nn.Sequential:
-    """Returns a SIREN, [b, 1] -> [b, 1]: `layers` layers of sines, and a linear one.
+    """Returns a SIREN, [b, 1] -> [b, 1]: `layers` hidden layers with sine activations, and a linear output.
 
-    Each layer's outputs are distributed alike. By Sitzmann et al. 2020, "Implicit Neural Representations with Periodic
-    Activation Functions".
+    Weights are drawn so that the outputs of all layers are distributed alike (Sitzmann et al. 2020, "Implicit Neural
+    Representations with Periodic Activation Functions", section 3.2).
     """
     bound = math.sqrt(6.0 / width) / _OMEGA
     later = (Sine(width, width, _OMEGA, bound) for _ in range(layers - 1))
@@ -48,16 +49,19 @@ def siren(*, layers: int, width: int) -> nn.Sequential:
 
 
 def melody(num_samples: int, rate: int) -> Tensor:
-    """Returns float64 [num_samples] of unit power: plucked tones of 110 to 415 Hz, with overtones, four a second."""
-    drawn = torch.Generator().manual_seed(0)
+    """Returns float64 [num_samples] of unit power, `rate` samples a second; always the same sound.
+
+    It has four plucked tones a second, of 110 to 415 Hz, with overtones of up to four times that.
+    """
+    generator = torch.Generator().manual_seed(0)
     time = torch.arange(num_samples, dtype=torch.float64) / rate
     sound = torch.zeros_like(time)
     for index in range(math.ceil(4 * num_samples / rate)):
-        pitch = 110.0 * 2 ** (int(torch.randint(0, 24, (), generator=drawn)) / 12)
-        since = (time - index / 4).clamp(min=0)
-        loudness = torch.exp(-4 * since) * -torch.expm1(-200 * since)
+        pitch = 110.0 * 2 ** (int(torch.randint(0, 24, (), generator=generator)) / 12)
+        seconds = (time - index / 4).clamp(min=0)
+        envelope = torch.exp(-4 * seconds) * -torch.expm1(-200 * seconds)
         for harmonic in range(1, 5):
-            sound += loudness * torch.sin(2 * math.pi * harmonic * pitch * since) / harmonic
+            sound += envelope * torch.sin(2 * math.pi * harmonic * pitch * seconds) / harmonic
     return sound / sound.square().mean().sqrt()
 
 
@@ -68,21 +72,29 @@ def squared_error(outputs: Any, targets: Tensor) -> Tensor:
 
 
 SIGNAL_TO_NOISE = Metric(values=squared_error, of_mean=lambda noise: -10 * math.log10(max(noise, 1e-12)))
-"""Decibels by which a signal of unit power exceeds the error."""
+"""Decibels by which a signal of unit power exceeds the error; at most 120."""
 
 
 class AudioSiren(Task):
     """Time -> amplitude, learned from 80 % of a sound's samples; 10 % each are for validation and test.
 
-    The first layer's angles are in the thousands. In FP16 and BF16 they are off by radians, so nothing is learned. The
-    gradient's variance there is a hundred times that of other layers, so `tau_high` keeps it in FP32. The sound is
-    computed: 7 s at 44.1 kHz for 4.2 million weights on a GPU, 2 s at 16 kHz for 50,000 weights on a CPU.
+    The first layer computes sines of angles in the thousands. In BF16 these are off by radians, and nothing is learned;
+    in FP16 little is. The sound is computed. A subclass may set the size. Defaults are 7 s at 44.1 kHz and 4.2 million
+    weights on a GPU, 2 s at 16 kHz and 50,000 weights on a CPU.
     """
 
     name: ClassVar[str] = "audio-siren"
     unread: ClassVar[Collection[str]] = ("data_dir", "momentum", "nesterov", "label_smoothing")
     _on_gpu: ClassVar[Mapping[str, int]] = {"layers": 5, "width": 1024, "seconds": 7, "rate": 44_100}
-    _on_cpu: ClassVar[Mapping[str, int]] = {"layers": 4, "width": 128, "seconds": 2, "rate": 16_000}
+    # Sizes; None: the default for this machine.
+    layers: ClassVar[int | None] = None
+    """Hidden layers."""
+    width: ClassVar[int | None] = None
+    """Units of each."""
+    seconds: ClassVar[int | None] = None
+    """Length of the sound."""
+    rate: ClassVar[int | None] = None
+    """Samples of the sound per second."""
     recipe: ClassVar[Recipe] = Recipe(epochs=100, lr=1e-4, warmup_epochs=1.0, weight_decay=0.0, amp="bf16")
     control: ClassVar[ControlConfig] = ControlConfig(
         **WITHIN_BUDGET,
@@ -93,19 +105,21 @@ class AudioSiren(Task):
     metrics: ClassVar[Mapping[str, Metric]] = {"snr_db": SIGNAL_TO_NOISE}
     objective: ClassVar[str] = "snr_db"
 
-    @property
-    def _sizes(self) -> Mapping[str, int]:
-        return self._on_gpu if torch.cuda.is_available() else self._on_cpu
+    def _size(self, name: str) -> int:
+        """Returns one size of the model or the sound: the class's own, or the default for this machine."""
+        own: int | None = getattr(self, name)
+        return own or (self._on_gpu if torch.cuda.is_available() else _ON_CPU)[name]
 
     def model(self) -> nn.Module:
         """Returns the network."""
-        return siren(layers=self._sizes["layers"], width=self._sizes["width"])
+        return siren(layers=self._size("layers"), width=self._size("width"))
 
     def data(self, purpose: Purpose) -> Splits:
         """Returns times in [-1, 1] and the sound's values there, each float32 [n, 1]."""
-        num_samples = self._sizes["seconds"] * self._sizes["rate"]
+        rate = self._size("rate")
+        num_samples = self._size("seconds") * rate
         times = torch.linspace(-1, 1, num_samples).unsqueeze(1)
-        sound = melody(num_samples, self._sizes["rate"]).float().unsqueeze(1)
+        sound = melody(num_samples, rate).float().unsqueeze(1)
         order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(_SPLIT_SEED))
         tenth = num_samples // 10
         test, validation, train = order.split([tenth, tenth, num_samples - 2 * tenth])

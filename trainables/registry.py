@@ -28,8 +28,8 @@ TASKS: Mapping[str, str] = {
     "cifar100-resnet18-imagenet-stem": "triaccel_ray.trainables.cifar:Cifar100ResNet18ImagenetStem",
     "cifar100-efficientnet-b0": "triaccel_ray.trainables.cifar:Cifar100EfficientNetB0",
     "text-gpt": "triaccel_ray.trainables.text:TextGpt",
-    "audio-siren": "triaccel_ray.trainables.audio:AudioSiren",
     "text-bert": "triaccel_ray.trainables.bert:TextBert",
+    "audio-siren": "triaccel_ray.trainables.audio:AudioSiren",
 }
 """Name of a bundled task -> its module, which imports PyTorch, and its class."""
 

@@ -19,8 +19,8 @@ from triaccel_ray.control.curvature import ScheduledCurvature
 from triaccel_ray.control.epochs import EpochLoop, EpochProgress, EpochStats, LossBuffers, SampleSchedule, Schedule
 from triaccel_ray.control.errors import NonFiniteGradientsError as NonFiniteGradientsError
 from triaccel_ray.control.errors import explaining_errors, require_finite
-from triaccel_ray.control.lowering import withdraw, withdraw_imprecise, without_harm
 from triaccel_ray.control.pending_tick import RECORD_AFTER, FaultLogger, PendingTick
+from triaccel_ray.control.sensitivity import refuse_harmful, withhold, withhold_sensitive
 from triaccel_ray.control.training import Training
 from triaccel_ray.data.sources import default_config
 from triaccel_ray.decide import ControlState, decide, initial_decision
@@ -98,7 +98,7 @@ class ControlLoop(EpochLoop):
             self._schedule.require_enough_steps(self.sampler.num_samples, epochs)
             self._epoch, self.timer = EpochProgress(self.device, training.loss_sums[0]), StepTimer(self.device)
             step = training.steps.step
-            withdraw_imprecise(training, self.config)
+            withhold_sensitive(training, self.config)
             profile = ProfileMeter(model, self.device, step.region_costs)
             self.sensors = Sensors(
                 training.supported, training.moments, self.memory, self.timer, training.loss_sums[1], profile
@@ -215,9 +215,9 @@ class ControlLoop(EpochLoop):
         self._ranks.require_equal(f"the decision of tick {self.num_ticks}", encode(decision))
         if not self._ranks.is_alone:
             self._ranks.require_equal(f"the learning rate of tick {self.num_ticks}", self.optimizer.rates)
-        plan, refused = without_harm(self._training, self.config, self.plan, decision.plan, step=self.num_steps)
+        plan, refusals = refuse_harmful(self._training, self.config, self.plan, decision.plan, step=self.num_steps)
         applied = self._actuators.apply(plan, step=self.num_steps)
-        applied = replace(applied, faults=(*applied.faults, *refused))
+        applied = replace(applied, faults=(*applied.faults, *refusals))
         if decision.remeasures_regions:
             self._actuators.measure_regions_again()
         self.sensors.begin_interval(observation.plan, applied)
@@ -293,7 +293,7 @@ class ControlLoop(EpochLoop):
             **super().state_dict(),
             **self._actuators.state_dict(),
             "control": encode(self.state),
-            "withdrawn": sorted([name, level.value] for name, level in self._training.withdrawn),
+            "withheld": sorted([name, level.value] for name, level in self._training.withheld),
             "counters": [self.num_steps, self.num_ticks, self._epoch.num_steps],
         }
 
@@ -305,7 +305,7 @@ class ControlLoop(EpochLoop):
         """
         super().load_state_dict(state)
         self._training.statistics.keep()
-        withdraw(self._training, {(name, Precision(level)) for name, level in state.get("withdrawn", ())})
+        withhold(self._training, {(name, Precision(level)) for name, level in state["withheld"]})
         self.state = decode(ControlState, state["control"])
         self._actuators.load_state_dict(state)
         self.num_steps, self.num_ticks, self._epoch.num_steps = state["counters"]

@@ -271,15 +271,15 @@ def test_a_refusal_bars_the_layers_that_kept_their_precision_alone_and_does_not_
     seen = observation_of(plan, *signals, faults=(lowering_refused("kept"),))
     barred = bar_refused(config, seen, states)
     assert barred["lowered"] == states["lowered"]
-    assert barred["kept"].lower_bar_ticks == config.overflow_bar_ticks
+    assert barred["kept"].refused_bar_ticks == config.overflow_bar_ticks
     assert decide_precision(config, seen, barred)[0] == plan.precision
     raised = [LayerSignal(name=name, variance=VARIANCE[FP32], supported=tuple(Precision)) for name in plan.precision]
-    bar = {"kept": barred["kept"], "lowered": LayerState(by_variance=BF16, lower_bar_ticks=5, times_refused=1)}
+    bar = {"kept": barred["kept"], "lowered": LayerState(by_variance=BF16, refused_bar_ticks=5, times_refused=1)}
     assert set(decide_precision(config, observation_of(plan, *raised), bar)[0].values()) == {FP32}
 
 
 def test_a_plan_that_fails_beside_a_refusal_does_not_lift_the_bar() -> None:
-    state = LayerState(by_variance=BF16, lower_bar_ticks=9, times_refused=3)
+    state = LayerState(by_variance=BF16, refused_bar_ticks=9, times_refused=3)
     seen = observation_of(plan_of(conv=FP32), LayerSignal(name="conv"), faults=(apply_failed(),))
     _, layers = keep_precision(seen, {"conv": state})
-    assert (layers["conv"].by_variance, layers["conv"].lower_bar_ticks, layers["conv"].times_refused) == (FP32, 9, 3)
+    assert (layers["conv"].by_variance, layers["conv"].refused_bar_ticks, layers["conv"].times_refused) == (FP32, 9, 3)

@@ -1,7 +1,7 @@
+"""A sound learned by a network of sines: its data, its model, and which layers need FP32."""
+
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -17,11 +17,10 @@ FIRST, LATER, LAST = "0.linear", ("1.linear", "2.linear"), "3"
 
 
 class Small(AudioSiren):
-    _on_gpu: ClassVar[Mapping[str, int]] = {"layers": 3, "width": 64, "seconds": 1, "rate": 16_000}
-    _on_cpu: ClassVar[Mapping[str, int]] = _on_gpu
+    layers, width, seconds, rate = 3, 64, 1, 16_000
 
 
-def decibels(precision: PrecisionConfig, *, revert_slowdowns: bool = True) -> tuple[float, dict[str, Precision]]:
+def train(precision: PrecisionConfig, *, revert_slowdowns: bool = True) -> tuple[float, dict[str, Precision]]:
     """Trains a small network; returns the signal-to-noise ratio of the validation samples, and the final precisions."""
     task = Small()
     data, recipe = task.data(Purpose.SEARCH), replace(task.recipe, epochs=EPOCHS, lr=3e-4)
@@ -47,16 +46,19 @@ MIXED = dict.fromkeys(LATER, Precision.BF16) | {FIRST: Precision.FP32, LAST: Pre
 
 
 def test_bf16_alone_does_not_learn_the_sound_and_fp32_does() -> None:
-    assert decibels(PrecisionConfig(enabled=False))[0] < 1.0
-    assert decibels(PrecisionConfig(enabled=False, initial=Precision.FP32))[0] > 20.0
+    assert train(PrecisionConfig(enabled=False))[0] < 1.0
+    assert train(PrecisionConfig(enabled=False, initial=Precision.FP32))[0] > 20.0
 
 
-@pytest.mark.parametrize("by", ["trial of the new model", "variance", "both"])
-def test_the_loop_finds_the_one_layer_that_needs_fp32(by: str) -> None:
-    precision = PrecisionConfig() if by == "trial of the new model" else AudioSiren.control.precision
-    value, found = decibels(precision, revert_slowdowns=by != "variance")
+@pytest.mark.parametrize(
+    ("config", "is_checked"),
+    [(PrecisionConfig(), True), (AudioSiren.control.precision, False), (AudioSiren.control.precision, True)],
+    ids=["check of the new model", "variance", "both"],
+)
+def test_the_loop_finds_the_one_layer_that_needs_fp32(config: PrecisionConfig, is_checked: bool) -> None:
+    value, precisions = train(config, revert_slowdowns=is_checked)
     assert value > 20.0
-    assert found == MIXED
+    assert precisions == MIXED
 
 
 def test_splits_are_disjoint_complete_and_the_same_for_every_seed() -> None:
@@ -64,12 +66,13 @@ def test_splits_are_disjoint_complete_and_the_same_for_every_seed() -> None:
     torch.manual_seed(2)
     again = Small().data(Purpose.SEARCH)
     sources = (search.train, search.held_out, final.held_out, final.train, again.train)
-    train, validation, test, most, same = (source.inputs for source in sources if isinstance(source, TensorSource))
-    assert torch.equal(train, same)
-    times = torch.cat((train, validation, test)).flatten()
+    inputs = [source.inputs for source in sources if isinstance(source, TensorSource)]
+    trained, validation, test, trained_at_last, trained_again = inputs
+    assert torch.equal(trained, trained_again)
+    times = torch.cat((trained, validation, test)).flatten()
     assert len(times) == len(times.unique()) == 16_000
-    assert torch.equal(most, torch.cat((train, validation)))
-    assert train.untyped_storage().nbytes() == 4 * len(train)  # no sample of the others behind it
+    assert torch.equal(trained_at_last, torch.cat((trained, validation)))
+    assert trained.untyped_storage().nbytes() == 4 * len(trained)  # no sample of the others behind it
 
 
 def test_the_sound_has_unit_power_and_no_overtone_above_half_of_the_rate() -> None:

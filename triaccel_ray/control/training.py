@@ -124,11 +124,12 @@ class Training:
         self._stepper: StepInBackward | None = None
         self.steps = self._build_steps(buckets)
         without_benefit = precisions_without_benefit(self.device.type, is_compiled=self.steps.step.is_compiled)
-        withheld = {} if config.precision.allow_slow_precisions else without_benefit
-        self.supported = [(layer.name, supported_precisions(layer, without=withheld)) for layer in self.layers]
-        """Each layer's name, and the precisions it may compute in."""
-        self.withdrawn: frozenset[tuple[str, Precision]] = frozenset()  # from these, by `control.lowering`
-        self._note_limitations(withheld)
+        slow = {} if config.precision.allow_slow_precisions else without_benefit
+        self.offered = [(layer.name, supported_precisions(layer, without=slow)) for layer in self.layers]
+        """Each layer's name, and the precisions that device and compiler have for it."""
+        self.supported, self.withheld = list(self.offered), frozenset[tuple[str, Precision]]()
+        """The precisions that each layer may compute in, and those of `offered` that `withhold` has taken out."""
+        self._note_limitations(slow)
 
     @property
     def precision(self) -> LayerPrecision:
@@ -324,7 +325,7 @@ class Training:
         self._note(FaultKind.FUSION_REFUSED, "fuse", fused.reason)
         return None
 
-    def _note_limitations(self, withheld: Mapping[Precision, str]) -> None:
+    def _note_limitations(self, slow: Mapping[Precision, str]) -> None:
         """Notes what the loop leaves unchanged, or cannot do as requested."""
         if reason := self.sampler.source.streamed_because:
             self._note(FaultKind.DATA_STREAMED, "data", reason)
@@ -333,7 +334,7 @@ class Training:
         precision = self._config.precision
         wanted = set(precision.initial_layers.values())
         wanted.update(Precision if precision.enabled else [precision.initial])
-        for level, reason in withheld.items():
+        for level, reason in slow.items():
             if level in wanted:
                 self._note(FaultKind.PRECISION_REFUSED, "precision", f"{reason}: it is not offered")
         if names := weights_outside_layers(self.model, self.layers):

@@ -1,4 +1,4 @@
-"""Rules 2 and 5: chooses each layer's precision, and bars FP16 after it overflows at any loss scale."""
+"""Rules 2 and 5: chooses each layer's precision, and bars precisions that overflowed or were refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from triaccel_ray.config import PrecisionConfig
-from triaccel_ray.decide.throughput import barred_precision, refused_layers
+from triaccel_ray.decide.throughput import barred_precision
 from triaccel_ray.records.plan import MINIMUM_LOSS_SCALE, Precision, Reason, ReasonCode
 from triaccel_ray.records.signals import LayerSignal, Observation
 from triaccel_ray.records.state import ControlState, LayerState, nearest_supported
@@ -72,7 +72,7 @@ def keep_precision(
                 eigenvalues=state.eigenvalues,
                 measured_once=state.measured_once,
                 fp16_bar_ticks=0 if in_force is Precision.FP16 else state.fp16_bar_ticks,
-                lower_bar_ticks=state.lower_bar_ticks,
+                refused_bar_ticks=state.refused_bar_ticks,
                 times_refused=state.times_refused,
             )
         updated[signal.name] = state
@@ -84,13 +84,13 @@ def bar_refused(
 ) -> dict[str, LayerState]:
     """Returns the states; layers whose lower precision was refused keep theirs for a time that doubles each time."""
     updated = dict(layers)
-    for name in refused_layers(observation):
+    for name in observation.refused_layers:
         state = layers[name]
         updated[name] = replace(
             state,
             by_variance=observation.plan.precision[name],
             lower_votes=0,
-            lower_bar_ticks=config.overflow_bar_ticks * 2**state.times_refused,
+            refused_bar_ticks=config.overflow_bar_ticks * 2**state.times_refused,
             times_refused=state.times_refused + 1,
         )
     return updated
@@ -128,8 +128,8 @@ def _after_vote(config: PrecisionConfig, signal: LayerSignal, state: LayerState,
         wanted = Precision.BF16
     lowers = wanted.rank < state.by_variance.rank
     votes = state.lower_votes + 1 if lowers else 0
-    has_dwelt = state.ticks_since_change >= config.dwell_ticks and not (lowers and state.lower_bar_ticks)
-    may_change = has_dwelt and (not lowers or (may_lower and votes >= config.patience_ticks))
+    may_lower = may_lower and not state.refused_bar_ticks and votes >= config.patience_ticks
+    may_change = state.ticks_since_change >= config.dwell_ticks and (may_lower or not lowers)
     if wanted is state.by_variance or not may_change:
         return replace(state, lower_votes=votes)
     return replace(state, by_variance=wanted, lower_votes=0)

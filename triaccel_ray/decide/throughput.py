@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.records.plan import FaultKind, Plan, Precision, Reason, ReasonCode
+from triaccel_ray.records.plan import Plan, Precision, Reason, ReasonCode
 from triaccel_ray.records.signals import Observation
 from triaccel_ray.records.state import BatchState, Change, LayerState, Stored, ThroughputState, Timing
 
@@ -49,11 +49,12 @@ def judge(config: ControlConfig, observation: Observation, state: ThroughputStat
 
     It compares median step times per sample: the median of the last intervals under the old plan, and the better of
     two intervals under the new one. Promotions serve accuracy and smaller batches save memory: neither is judged.
+    Layers whose lower precision was refused leave the change.
     """
     state, change = _with_spent(state, observation.adapting_ms), state.change
     failed = observation.apply_fault is not None
-    if change is not None and refused_layers(observation):
-        change = _without_refused(change, observation)
+    if change is not None and (refused := observation.refused_layers):
+        change = _without_layers(change, refused)
         state = _without_change(state) if change is None else replace(state, change=change)
     if change is not None and not (failed or _is_in_force(change, observation.plan)):
         state, change = _without_change(state), None  # the plan with this change could not be applied
@@ -221,15 +222,8 @@ def _is_captured(observation: Observation) -> bool:
     return observation.adapting_ms > 0
 
 
-def refused_layers(observation: Observation) -> set[str]:
-    """Returns the names of the layers that kept their precision when the last plan was applied."""
-    refusals = (fault for fault in observation.faults if fault.kind is FaultKind.LOWERING_REFUSED)
-    return {name for fault in refusals for name in fault.layers if name in observation.plan.precision}
-
-
-def _without_refused(change: Change, observation: Observation) -> Change | None:
-    """Returns the part of the change that was made; None if nothing was."""
-    refused = refused_layers(observation)
+def _without_layers(change: Change, refused: Collection[str]) -> Change | None:
+    """Returns the change without these layers; None if nothing is left."""
     lowered = {name: level for name, level in change.precision.items() if name not in refused}
     is_nothing = not lowered and change.batch_size is None and change.stored is None
     return None if is_nothing else replace(change, precision=lowered)

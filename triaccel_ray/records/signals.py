@@ -182,6 +182,12 @@ class Observation:
     """Faults since the last decision, oldest first; some may have occurred after the other values were measured."""
 
     @property
+    def refused_layers(self) -> frozenset[str]:
+        """Names of the layers that kept their precision when the last plan was applied."""
+        refusals = (fault for fault in self.faults if fault.kind is FaultKind.LOWERING_REFUSED)
+        return frozenset(name for fault in refusals for name in fault.layers)
+
+    @property
     def apply_fault(self) -> Fault | None:
         """The fault of a plan that could not be applied since the last decision, or None."""
         return next((fault for fault in self.faults if fault.kind is FaultKind.APPLY_FAILED), None)

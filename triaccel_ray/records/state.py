@@ -34,10 +34,10 @@ class LayerState:
     """Ticks for which the layer must still stay above `too_slow`."""
     times_slow: int = 0
     """Number of times a lower precision of the layer was undone because steps were slower."""
-    lower_bar_ticks: int = 0
-    """Ticks for which the variance still cannot lower the precision, after that would have raised the loss."""
+    refused_bar_ticks: int = 0
+    """Ticks for which the variance rule must still not lower the precision, after a lower one was refused."""
     times_refused: int = 0
-    """Number of times a lower precision of the layer would have raised the loss."""
+    """Number of times a lower precision of the layer was refused."""
 
     def after_tick(self) -> LayerState:
         """Returns a copy whose bars end one tick sooner."""
@@ -45,7 +45,7 @@ class LayerState:
             self,
             fp16_bar_ticks=max(self.fp16_bar_ticks - 1, 0),
             slow_bar_ticks=max(self.slow_bar_ticks - 1, 0),
-            lower_bar_ticks=max(self.lower_bar_ticks - 1, 0),
+            refused_bar_ticks=max(self.refused_bar_ticks - 1, 0),
         )
 
 

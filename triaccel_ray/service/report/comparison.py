@@ -246,7 +246,7 @@ def _settings(spec: RunSpec) -> list[str]:
 
 def _percent(difference: float, reference: float) -> str:
     if reference <= 0.0:
-        return ""  # of a level in decibels, or a log-likelihood, no share can be given
+        return ""  # a share of a negative number means nothing
     percent = round(100 * difference / reference, 1)
     return f"{percent:+.1f}" if percent else "0"
 

@@ -35,7 +35,7 @@ RED: Final = "#C8442B"
 GREEN: Final = "#00876C"
 PURPLE: Final = "#9A4D8E"
 BROWN: Final = "#7A5230"
-PINK: Final = "#E08FB5"
+PINK: Final = "#CC79A7"
 """After Okabe and Ito (2008); navy, sky and amber also differ in lightness."""
 
 METHOD_STYLES: Final[Mapping[str, tuple[str, str]]] = {
