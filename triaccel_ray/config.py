@@ -312,9 +312,9 @@ class ControlConfig(_Checked):
     every_steps: int = knob(50, "[1, inf)", option="t_ctrl")
     """T_ctrl: optimizer steps between ticks."""
     revert_slowdowns: bool = True
-    """Whether changes must pay. A lower precision or a larger batch that makes steps over 25 % slower per sample is
-    undone (captured steps: 3 %, 0 %). A precision is not lowered if that raises the loss of some samples by 10 %. On a
-    GPU, batches grow only if that saves time. Without this rule, equal runs on a CPU decide alike at any speed."""
+    """Whether changes must pay. A lower precision or a larger batch is undone if steps take 25 % longer per sample (3 %
+    and 0 % if captured). One that raises loss or changes outputs of some samples by 10 % is not used. On a GPU, batches
+    grow only to save time. Without this rule, decisions on a CPU do not depend on timings."""
     max_overhead: float = knob(0.02, "(0, 1]")
     """Share of the training time that adaptation may take on a GPU; curvature measurements that change nothing have a
     quarter of it. Measurements and lower precisions wait until it allows them. Only with `revert_slowdowns`."""
