@@ -148,6 +148,8 @@ class _Check:
             self._failure, values = f"not checked on samples: {first_line(error)}", [math.nan] * 3
         finally:
             self._training.precision.set(self._in_force)
+            if self._training.device.type == "cuda":  # or memory cached by the passes would add to that of the graphs
+                self._training.memory.trim()
         loss_before, loss, moved = map(fmean, zip(*self._training.ranks.gather(values), strict=True))
         return Effect(loss_before=loss_before, loss=loss, output_change=moved)
 
