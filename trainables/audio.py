@@ -108,7 +108,9 @@ class AudioSiren(Task):
     def _size(self, name: str) -> int:
         """Returns one size of the model or the sound: the class's own, or the default for this machine."""
         own: int | None = getattr(self, name)
-        return own or (self._on_gpu if torch.cuda.is_available() else _ON_CPU)[name]
+        if own is not None:
+            return own
+        return (self._on_gpu if torch.cuda.is_available() else _ON_CPU)[name]
 
     def model(self) -> nn.Module:
         """Returns the network."""

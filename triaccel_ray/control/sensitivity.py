@@ -19,15 +19,8 @@ from triaccel_ray.control.training import Training
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.cuda.random_states import preserved_random_states
 from triaccel_ray.decide.sensitivity import Effect
-from triaccel_ray.model.dry_run import needs_gradients
-from triaccel_ray.model.layers import (
-    forward,
-    preserved_modes,
-    restoring_buffers,
-    trained_modules,
-    uncompiled,
-    without_cudnn,
-)
+from triaccel_ray.model.dry_run import needs_gradients, undisturbed
+from triaccel_ray.model.layers import forward, trained_modules
 from triaccel_ray.model.pytree import tensors_in
 from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision
 
@@ -131,6 +124,7 @@ class _Check:
         self._training, self._in_force, self._is_new = training, in_force, is_new
         self._indices = training.sampler.source.probe(num_samples)
         self.num_samples = len(self._indices)
+        self._before: tuple[float, list[Tensor]] | None = None
         self._needs_gradients, self._failure = False, ""
 
     def faults(self, step: int) -> list[Fault]:
@@ -155,37 +149,33 @@ class _Check:
 
     def _losses_and_change(self, change: Precisions) -> list[float]:
         """Returns the loss before and after, 0 for a new model, and the relative change of the outputs."""
-        training, sampler = self._training, self._training.sampler
-        losses, outputs = [], []
         with self._undisturbed():
-            inputs, targets = sampler.source.batch(sampler.placed(self._indices), None)
-            for precisions in (self._in_force, {**self._in_force, **change}):
-                training.precision.set(precisions)
-                with preserved_random_states():
-                    with training.precision.in_force():
-                        found = forward(training.model, inputs)
-                    # In eval mode, a model may return what the loss does not take.
-                    losses.append(0.0 if self._is_new else float(loss_in_fp32(training.loss, found, targets)))
-                outputs.append([each.detach().float() for each in tensors_in(found) if each.is_floating_point()])
-            return [*losses, _relative_change(*outputs)]
+            if self._before is None:
+                self._before = self._loss_and_outputs({})
+            (loss_before, before), (loss, after) = self._before, self._loss_and_outputs(change)
+            return [loss_before, loss, _relative_change(before, after)]
+
+    def _loss_and_outputs(self, change: Precisions) -> tuple[float, list[Tensor]]:
+        training = self._training
+        training.precision.set({**self._in_force, **change})
+        with preserved_random_states():
+            inputs, targets = training.sampler.source.batch(training.sampler.placed(self._indices), None)
+            with training.precision.in_force():
+                outputs = forward(training.model, inputs)
+            # In eval mode, a model may return what the loss does not take.
+            loss = 0.0 if self._is_new else float(loss_in_fp32(training.loss, outputs, targets))
+        return loss, [each.detach().float() for each in tensors_in(outputs) if each.is_floating_point()]
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
         training = self._training
         modules = trained_modules(training.model, training.loss)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(training.steps.on_stream())
-            stack.enter_context(training.memory.outside_window())
+        with training.steps.on_stream(), training.memory.outside_window():
             training.statistics.mend()
-            stack.enter_context(preserved_random_states())
-            stack.callback(restoring_buffers(modules.modules()))
-            if self._is_new:
-                stack.enter_context(preserved_modes(modules))
-                modules.eval()
-            stack.enter_context(uncompiled())
-            stack.enter_context(without_cudnn())  # which would prepare for shapes that are used once
-            stack.enter_context(torch.set_grad_enabled(self._needs_gradients))
-            yield
+            with undisturbed(modules), torch.set_grad_enabled(self._needs_gradients):
+                if self._is_new:
+                    modules.eval()
+                yield
 
 
 def _relative_change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:

@@ -102,16 +102,25 @@ def require_working(
         UserCodeError: a user's function raised.
         TypeError, ValueError: a user's function returned an invalid value.
     """
-    modules = trained_modules(model, loss)
-    with preserved_random_states(), preserved_modes(modules), contextlib.ExitStack() as stack:
-        stack.callback(restoring_buffers(modules.modules()))
-        stack.enter_context(uncompiled())  # compiling for two samples would take longer than the check
-        stack.enter_context(without_cudnn())
+    with undisturbed(trained_modules(model, loss)):
         try:
             _check_passes(model, loss, source, judge)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
+
+
+@contextlib.contextmanager
+def undisturbed(modules: nn.Module) -> Iterator[None]:
+    """Returns a context for passes of a few samples, which restores random states, training modes and buffers.
+
+    Neither `torch.compile` nor cuDNN prepares for their shapes: that would take longer than the passes.
+    """
+    with preserved_random_states(), preserved_modes(modules), contextlib.ExitStack() as stack:
+        stack.callback(restoring_buffers(modules.modules()))
+        stack.enter_context(uncompiled())
+        stack.enter_context(without_cudnn())
+        yield
 
 
 def _check_passes(model: nn.Module, loss: Loss, source: DataSource, judge: Callable[[Any, Any], Any] | None) -> None:
