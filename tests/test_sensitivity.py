@@ -49,14 +49,14 @@ def sines() -> nn.Module:
 
 
 @contextmanager
-def trained_network(num_epochs: int = 5, **settings) -> Iterator[ControlLoop]:
+def trained_network(num_epochs: int = 5, device: str = "cpu", **settings) -> Iterator[ControlLoop]:
     """A loop whose model has learned oscillations; in BF16, its first layer's angles are off by radians.
 
     As the loop sees the new model, that layer's weights are zero: only training shows what precision it needs.
     """
     torch.manual_seed(0)
-    inputs = torch.linspace(-1, 1, 4096).unsqueeze(1)
-    model = nn.Sequential(Sine(1, 64, 1000.0, 1.0), Sine(64, 64, 30.0, 0.01), nn.Linear(64, 1))
+    inputs = torch.linspace(-1, 1, 4096, device=device).unsqueeze(1)
+    model = nn.Sequential(Sine(1, 64, 1000.0, 1.0), Sine(64, 64, 30.0, 0.01), nn.Linear(64, 1)).to(device)
     weight = model[0].linear.weight
     drawn = weight.detach().clone()
     nn.init.zeros_(weight)
@@ -81,6 +81,21 @@ def test_the_layer_that_needs_fp32_keeps_it_and_the_others_are_lowered() -> None
         assert fault.layers == ("0.linear",)
         assert fault.detail.startswith("on 32 samples, lower precisions change the loss from 0.00")
         assert fault.detail.endswith("; refused: 0.linear fp32 -> bf16")
+        assert loop.train_epoch().loss < 2 * loss
+
+
+@pytest.mark.gpu
+def test_a_check_between_captured_steps_changes_no_weight_and_keeps_no_memory() -> None:
+    with trained_network(device="cuda") as loop:
+        loss = loop.train_epoch().loss
+        assert loop._training.steps.num_captured
+        before = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
+        torch.cuda.empty_cache()
+        reserved = torch.cuda.memory_reserved()
+        loop.tick()
+        assert torch.cuda.memory_reserved() <= reserved
+        torch.testing.assert_close((loop.model.state_dict(), loop.optimizer.state_dict()), before, rtol=0, atol=0)
+        assert dict(loop.plan.precision) == {"0.linear": FP32, "1.linear": BF16, "2": BF16}
         assert loop.train_epoch().loss < 2 * loss
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from time import time
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ from triaccel_ray.records.checkpoint import load_checkpoint, save_checkpoint
 from triaccel_ray.records.events import Tick
 from triaccel_ray.records.plan import Precision
 
-LOOP_STATE = "control_loop.pt"
-"""File in a checkpoint's folder with everything that the loop needs to resume, except the model."""
+LOOP_STATE = "control_loop.pt"  # file in a checkpoint's folder: all that the loop needs to resume, but the model
 
 
 class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
@@ -58,11 +56,11 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
     # Private, like the methods it calls: the Trainer has no public method around the steps.
     def _inner_training_loop(
         self,
-        batch_size: int | None = None,
-        args: Any = None,
+        *_: Any,
         resume_from_checkpoint: str | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
+        **__: Any,
     ) -> TrainOutput:
         require_supported(self)
         self.accelerator.free_memory()
@@ -76,7 +74,7 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
             if resume_from_checkpoint is not None:
                 state = load_checkpoint(Path(resume_from_checkpoint) / LOOP_STATE)
                 loop.load_state_dict({**state, "model": loop.model.state_dict()})  # loaded by `train`
-            ignored, began, none = ignore_keys_for_eval, time.time(), torch.zeros_like(loop.epoch_loss[0])
+            ignored, began, none = ignore_keys_for_eval, time(), torch.zeros_like(loop.epoch_loss[0])
             self._tr_loss, self._step_loss, self._total_loss_scalar = none, none.clone(), 0.0
             self._initial_global_step = self._globalstep_last_logged = self.state.global_step
             self.control: Any = self.callback_handler.on_train_begin(self.args, self.state, self.control)
@@ -92,8 +90,7 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
 
     def _new_loop(self, config: ControlConfig, source: DataSource, total: int) -> ControlLoop:
         """Returns a new loop, whose schedule ends after `total` batches of the first size."""
-        if self._created_lr_scheduler:  # by an earlier `train`
-            self.lr_scheduler = None
+        self.lr_scheduler = None if self._created_lr_scheduler else self.lr_scheduler  # created by an earlier `train`
         self.create_optimizer_and_scheduler(total)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
@@ -141,13 +138,12 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
         """Logs as `Trainer` does; adds the batch size and the number of layers in each precision to a training loss."""
         if self.loop is not None and "loss" in logs:
             plan = self.loop.plan
-            layers = Counter(plan.precision.values())
-            logs |= {"batch_size": plan.batch_size} | {f"layers_{level.value}": layers[level] for level in Precision}
+            layers = list(plan.precision.values())
+            logs |= {"batch_size": plan.batch_size} | {f"layers_{each.value}": layers.count(each) for each in Precision}
         super().log(logs, start_time)
 
     # Private: the loop saves this part of a checkpoint in its own format.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.loop is not None:
-            state = self.loop.state_dict()
-            del state["model"]  # saved in Hugging Face's own format
+            state = {**self.loop.state_dict(), "model": None}  # saved in Hugging Face's own format
             save_checkpoint(Path(output_dir) / LOOP_STATE, state)
