@@ -24,7 +24,7 @@ from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.events import EventLog, Tick
 from triaccel_ray.records.plan import Precision
 
-FP16, BF16, FP32 = Precision
+FP8, FP16, BF16, FP32 = Precision
 CPU = torch.device("cpu")
 ONE = torch.ones(())
 

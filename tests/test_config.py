@@ -38,7 +38,7 @@ def test_every_number_has_its_bounds():
     [
         (PrecisionConfig, "tau_low", "tau_low", "be a finite number >= 0", [BELOW_ZERO, NAN, -INF, INF, True, "1e-6"]),
         (PrecisionConfig, "tau_high", "tau_high", "be a number >= 0", [BELOW_ZERO, NAN, -INF, True, None, "1e-3"]),
-        (PrecisionConfig, "initial", "initial (precision)", "be a Precision", ["fp8", "fp16", None]),
+        (PrecisionConfig, "initial", "initial (precision)", "be a Precision", ["fp4", "fp16", None]),
         (PrecisionConfig, "enabled", "enabled (adapt_precision)", "be True or False", ["off", 1, None]),
         (PrecisionConfig, "dwell_ticks", "dwell_ticks (precision_dwell_ticks)", "be an integer >= 0", [2.5, INF, -1]),
         (PrecisionConfig, "beta", "beta", "lie in [0, 1)", [BELOW_ZERO, 1.0, NAN, "0.9"]),
@@ -77,7 +77,7 @@ def test_a_number_without_bounds_has_its_type():
         *((BatchConfig, {"rho_low": 0.8, "rho_high": high},
            f"rho_low, rho_high = (0.8, {high}): rho_low must be smaller than rho_high; {KEEP_SIZE}")
           for high in (0.7, 0.8)),
-        (PrecisionConfig, {"initial_layers": {"conv": "fp8"}}, "initial_layers = 'fp8': must be a Precision"),
+        (PrecisionConfig, {"initial_layers": {"conv": "fp4"}}, "initial_layers = 'fp4': must be a Precision"),
         (BatchConfig, {"minimum": 128}, f"{LADDER} = (128, 96, 512): must be in ascending order"),
         (BatchConfig, {"maximum": 64}, f"{LADDER} = (32, 96, 64): must be in ascending order"),
         (BatchConfig, {"start": 100}, f"{START} = (32, 100): must be a multiple of granularity = 32 apart"),

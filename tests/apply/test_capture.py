@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.apply.captured import adamw, distance, faults_of, fixed, images, loop_of, network, sgd
 from tests.build import run
+from tests.decide.build import USUAL
 from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.model.pytree import map_tensors
 from triaccel_ray.records.plan import FaultKind, Precision
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
-@pytest.mark.parametrize("level", list(Precision))
+@pytest.mark.parametrize("level", USUAL)
 def test_captured_steps_equal_eager_ones(level: Precision, make: Any) -> None:
     models = network(), network()
     loops = [loop_of(m, fixed(level, capture=c), make) for m, c in zip(models, (True, False), strict=True)]

@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.build import BF16, FP16, FP32, ConvNet, Wired, controlled, gradients, images
+from tests.decide.build import USUAL
 from triaccel_ray.apply.precision import DTYPES, precisions_without_benefit, supported_precisions
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import Precision
 
-LEVELS = pytest.mark.parametrize("level", list(Precision))
+LEVELS = pytest.mark.parametrize("level", USUAL)
 IMAGES, VECTORS = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.linspace(-1, 1, 24)
 
 
@@ -111,7 +112,7 @@ def test_recurrent_layers_stay_fp32() -> None:
     (layer,) = find_layers(model)
     assert supported_precisions(layer) == (FP32,)
     linear = find_layers(nn.Linear(2, 2))[0]
-    assert supported_precisions(linear) == tuple(Precision)
+    assert supported_precisions(linear) == USUAL
     assert supported_precisions(linear, without={FP16: "slow"}) == (BF16, FP32)
     assert supported_precisions(find_layers(nn.Embedding(2, 2))[0]) == (FP32,)
     precision = controlled(model, FP32)

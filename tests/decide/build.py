@@ -15,7 +15,9 @@ from triaccel_ray.records.signals import LayerSignal, MemorySignal, NoiseSignal,
 
 LIMIT = 1000
 IN_BAND = 0.8
-FP16, BF16, FP32 = Precision
+FP8, FP16, BF16, FP32 = Precision
+USUAL = FP16, BF16, FP32
+"""Precisions of a layer to which FP8 is not offered."""
 
 
 def plan_of(batch_size: int = 96, num_micro_batches: int = 1, **precision: Precision) -> Plan:
@@ -73,7 +75,7 @@ class Machine:
     """A device whose memory use is affine in the samples that pass at once and in the bytes of each layer."""
 
     names: tuple[str, ...] = ("conv", "block", "head")
-    supported: tuple[Precision, ...] = tuple(Precision)
+    supported: tuple[Precision, ...] = USUAL
     fixed_bytes: int = 1000
     bytes_per_sample: int = 10
     """Bytes a sample takes in each layer at two bytes an element."""
@@ -187,7 +189,7 @@ def precision_configs(draw: st.DrawFn, **fixed: Any) -> PrecisionConfig:
     low, high = sorted(draw(st.lists(st.floats(1e-8, 1e-1), min_size=2, max_size=2, unique=True)))
     bounds = {"dwell_ticks": (0, 4), "patience_ticks": (1, 4), "overflow_bar_ticks": (1, 6)}
     drawn: dict[str, Any] = {name: draw(st.integers(*each)) for name, each in bounds.items()}
-    initial = draw(st.sampled_from(Precision))
+    initial = draw(st.sampled_from(USUAL))
     return PrecisionConfig(**{"initial": initial, "tau_low": low, "tau_high": high, **drawn, **fixed})
 
 
@@ -229,7 +231,7 @@ def control_configs(draw: st.DrawFn, **batch: Any) -> ControlConfig:
 def machines(**fixed: Any) -> st.SearchStrategy[Machine]:
     """Machines on which some batch sizes fit and some do not."""
     drawn: dict[str, st.SearchStrategy[Any]] = {
-        "supported": st.sampled_from([tuple(Precision), (FP16, FP32), (BF16, FP32), (FP32,)]),
+        "supported": st.sampled_from([USUAL, (FP16, FP32), (BF16, FP32), (FP32,)]),
         "fixed_bytes": st.integers(0, 5000),
         "bytes_per_sample": st.integers(0, 100),
         "limit_bytes": st.integers(5000, 50_000),

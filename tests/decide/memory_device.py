@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.decide.build import memory_signal, observation_of, out_of_memory
+from tests.decide.build import USUAL, memory_signal, observation_of, out_of_memory
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import Decision, decide, initial_decision
 from triaccel_ray.decide.memory import RECOMPUTE, Measured, added_ms, cheapest_plan, modelled_bytes, sums_bytes
-from triaccel_ray.records.plan import Fault, Plan, Precision
+from triaccel_ray.records.plan import Fault, Plan
 from triaccel_ray.records.signals import LayerSignal, MemoryProfile, Observation, RegionSignal
 
 MIB = 2**20
@@ -88,7 +88,7 @@ class Run:
     log: list[tuple[Observation, Decision]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.decision = initial_decision(self.config, [("conv", tuple(Precision))], REGIONS)
+        self.decision = initial_decision(self.config, [("conv", USUAL)], REGIONS)
         self.plan, self.adapting_ms = self.decision.plan, 100.0
 
     def interval(self) -> tuple[Plan, tuple[Fault, ...]]:

@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 
 from tests.decide.build import (
     BF16,
+    FP8,
     FP16,
     FP32,
+    USUAL,
     Machine,
     Run,
     apply_failed,
@@ -36,6 +38,9 @@ VARIANCE = {FP16: 1e-8, BF16: 1e-5, FP32: 1e-1}
 """A variance that asks for each precision under the thresholds above."""
 
 
+WITH_FP8 = FP8, FP16, BF16, FP32
+
+
 def config_of(*, dwell_ticks: int = 0, patience_ticks: int = 1, **others: object) -> PrecisionConfig:
     return PrecisionConfig(
         **{"tau_low": LOW, "tau_high": HIGH, "dwell_ticks": dwell_ticks, "patience_ticks": patience_ticks, **others}
@@ -43,7 +48,7 @@ def config_of(*, dwell_ticks: int = 0, patience_ticks: int = 1, **others: object
 
 
 def tick(
-    config: PrecisionConfig, in_force: Precision, state: LayerState, variance: float | None, supported=tuple(Precision)
+    config: PrecisionConfig, in_force: Precision, state: LayerState, variance: float | None, supported=USUAL
 ) -> tuple[Precision, LayerState, list[Reason]]:
     signal = LayerSignal(name="conv", variance=variance, supported=supported)
     plan, layers, reasons = decide_precision(config, observation_of(plan_of(conv=in_force), signal), {"conv": state})
@@ -106,12 +111,15 @@ def test_a_change_waits_for_the_dwell_and_a_demotion_for_votes_in_a_row(dwell_ti
 @pytest.mark.parametrize(
     ("before", "asked", "supported", "threshold", "words"),
     [
-        (BF16, FP32, tuple(Precision), HIGH, ">= tau_high 0.001: bf16 -> fp32"),
-        (FP16, BF16, tuple(Precision), LOW, ">= tau_low 1e-06: fp16 -> bf16"),
-        (FP16, FP32, tuple(Precision), HIGH, ">= tau_high 0.001: fp16 -> fp32"),
-        (FP32, BF16, tuple(Precision), HIGH, "< tau_high 0.001: fp32 -> bf16"),
-        (FP32, FP16, tuple(Precision), LOW, "< tau_low 1e-06: fp32 -> fp16"),
+        (BF16, FP32, USUAL, HIGH, ">= tau_high 0.001: bf16 -> fp32"),
+        (FP16, BF16, USUAL, LOW, ">= tau_low 1e-06: fp16 -> bf16"),
+        (FP16, FP32, USUAL, HIGH, ">= tau_high 0.001: fp16 -> fp32"),
+        (FP32, BF16, USUAL, HIGH, "< tau_high 0.001: fp32 -> bf16"),
+        (FP32, FP16, USUAL, LOW, "< tau_low 1e-06: fp32 -> fp16"),
         (FP16, BF16, (FP16, FP32), LOW, ">= tau_low 1e-06: fp16 -> fp32"),
+        (BF16, FP16, WITH_FP8, LOW, "< tau_low 1e-06: bf16 -> fp8"),
+        (FP8, BF16, WITH_FP8, LOW, ">= tau_low 1e-06: fp8 -> bf16"),
+        (FP8, FP32, WITH_FP8, HIGH, ">= tau_high 0.001: fp8 -> fp32"),
     ],
 )
 def test_a_reason_names_the_threshold_that_was_crossed(before, asked, supported, threshold, words):
@@ -120,6 +128,13 @@ def test_a_reason_names_the_threshold_that_was_crossed(before, asked, supported,
     found = (reason.code, reason.subject, reason.value, reason.threshold)
     assert found == (ReasonCode.VARIANCE, "conv", variance, threshold)
     assert reason.text.endswith(words)
+
+
+def test_a_layer_in_fp8_is_held_in_bf16_by_curvature_and_stays_when_others_overflow():
+    state = LayerState(by_variance=FP8, held=True)
+    assert tick(config_of(), FP8, state, VARIANCE[FP16], WITH_FP8)[0] is BF16
+    state = LayerState(by_variance=FP8, fp16_bar_ticks=5)  # FP8 scales each tensor: it does not overflow
+    assert tick(config_of(), FP8, state, VARIANCE[FP16], WITH_FP8)[0] is FP8
 
 
 def test_a_held_layer_moved_by_its_variance_gives_the_variance_as_reason():
@@ -142,15 +157,15 @@ def test_a_failed_hold_waits_for_the_next_measurement_and_other_layers_lose_noth
 variances = st.none() | st.floats(0.0, 1.0)
 states = st.builds(
     LayerState,
-    by_variance=st.sampled_from(Precision),
+    by_variance=st.sampled_from(USUAL),
     ticks_since_change=st.integers(0, 5),
     lower_votes=st.integers(0, 5),
     held=st.booleans(),
 )
-supports = st.sampled_from([tuple(Precision), (FP16, FP32), (BF16, FP32), (FP32,)])
+supports = st.sampled_from([USUAL, (FP16, FP32), (BF16, FP32), (FP32,)])
 
 
-@given(precision_configs(), st.sampled_from(Precision), states, supports, st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+@given(precision_configs(), st.sampled_from(USUAL), states, supports, st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_higher_variance_never_gives_lower_precision(config, in_force, state, supported, one, other):
     lower, higher = (tick(config, in_force, state, value, supported)[0] for value in sorted((one, other)))
     assert lower.rank <= higher.rank
@@ -162,7 +177,7 @@ def test_a_hold_raises_by_one_level(config, state, variance):
     assert tick(config, BF16, replace(state, held=True), variance)[0] is promoted(free)
 
 
-@given(precision_configs(), supports, st.sampled_from(Precision), st.lists(variances, max_size=30))
+@given(precision_configs(), supports, st.sampled_from(USUAL), st.lists(variances, max_size=30))
 def test_precisions_are_supported_and_the_variance_rule_keeps_its_dwell(config, supported, initial, seen):
     in_force = nearest_supported(initial, supported)
     state = LayerState(by_variance=in_force, ticks_since_change=config.dwell_ticks)
@@ -187,7 +202,7 @@ START = ControlConfig(
 )
 
 
-def run_of(config: ControlConfig = START, supported: tuple[Precision, ...] = tuple(Precision)) -> Run:
+def run_of(config: ControlConfig = START, supported: tuple[Precision, ...] = USUAL) -> Run:
     return Run(config, Machine(names=NAMES, supported=supported))
 
 
@@ -212,10 +227,10 @@ def test_only_most_of_the_steps_at_the_smallest_scale_count(skipped, loss_scale,
 @pytest.mark.parametrize(
     ("precision", "supported", "num_skipped", "expected"),
     [
-        ({}, tuple(Precision), [25, 50, 76], [FP16, FP16, BF16]),  # the difference since the last tick counts
-        ({}, tuple(Precision), [50] * 7, [BF16] * 4 + [FP16] * 3),  # as long as the bar, then by the variance again
+        ({}, USUAL, [25, 50, 76], [FP16, FP16, BF16]),  # the difference since the last tick counts
+        ({}, USUAL, [50] * 7, [BF16] * 4 + [FP16] * 3),  # as long as the bar, then by the variance again
         ({}, (FP16, FP32), [50, 50], [FP32, FP32]),
-        ({"enabled": False}, tuple(Precision), [0] + [50] * 9, [FP16] + [BF16] * 9),  # a fixed one does not return
+        ({"enabled": False}, USUAL, [0] + [50] * 9, [FP16] + [BF16] * 9),  # a fixed one does not return
     ],
 )
 def test_the_next_higher_precision_takes_over_for_a_while(precision, supported, num_skipped, expected):
@@ -254,7 +269,7 @@ def test_a_refused_precision_is_asked_for_again_after_a_time_that_doubles() -> N
     asked, was_refused = [], False
     for index in range(30):
         faults = (lowering_refused("conv"),) if was_refused else ()
-        signal = LayerSignal(name="conv", variance=VARIANCE[BF16], supported=tuple(Precision))
+        signal = LayerSignal(name="conv", variance=VARIANCE[BF16], supported=USUAL)
         seen = observation_of(plan_of(conv=FP32), signal, faults=faults)
         layers = bar_refused(config, seen, {"conv": state.after_tick()})
         precision, layers, _ = decide_precision(config, seen, layers)
@@ -267,13 +282,13 @@ def test_a_refusal_bars_the_layers_that_kept_their_precision_alone_and_does_not_
     config = config_of()
     plan = plan_of(kept=FP32, lowered=BF16)
     states = {name: LayerState(by_variance=BF16, lower_votes=1) for name in plan.precision}
-    signals = [LayerSignal(name=name, variance=VARIANCE[BF16], supported=tuple(Precision)) for name in plan.precision]
+    signals = [LayerSignal(name=name, variance=VARIANCE[BF16], supported=USUAL) for name in plan.precision]
     seen = observation_of(plan, *signals, faults=(lowering_refused("kept"),))
     barred = bar_refused(config, seen, states)
     assert barred["lowered"] == states["lowered"]
     assert barred["kept"].refused_bar_ticks == config.overflow_bar_ticks
     assert decide_precision(config, seen, barred)[0] == plan.precision
-    raised = [LayerSignal(name=name, variance=VARIANCE[FP32], supported=tuple(Precision)) for name in plan.precision]
+    raised = [LayerSignal(name=name, variance=VARIANCE[FP32], supported=USUAL) for name in plan.precision]
     bar = {"kept": barred["kept"], "lowered": LayerState(by_variance=BF16, refused_bar_ticks=5, times_refused=1)}
     assert set(decide_precision(config, observation_of(plan, *raised), bar)[0].values()) == {FP32}
 

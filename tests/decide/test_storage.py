@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.decide.build import apply_failed, capture_out_of_memory, codes, memory_signal, observation_of, plan_of
+from tests.decide.build import USUAL, apply_failed, capture_out_of_memory, codes, memory_signal, observation_of, plan_of
 from tests.decide.memory_device import CONFIG, ELASTIC, MIB, REGIONS, SMALL, Device, Run, device_of, neighbours
 from triaccel_ray.config import ControlConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.decide import Decision, decide, initial_decision, replay
@@ -134,7 +134,7 @@ def test_a_plan_that_saves_less_than_the_last_one_cost_waits(first_ms, samples_l
 @pytest.mark.parametrize("config", [CONFIG, ELASTIC])
 def test_a_step_that_cannot_be_captured_gets_a_smaller_plan_not_halves_that_need_sums(config: ControlConfig):
     plan, profile = plan_of(64), replace(SMALL.profile, accumulation_bytes=2000 * MIB)
-    state = initial_decision(config, [("conv", tuple(Precision))], REGIONS).state
+    state = initial_decision(config, [("conv", USUAL)], REGIONS).state
     memory = memory_signal(1600 * MIB, 1700 * MIB)
     faults = (capture_out_of_memory(64, 64),)
     seen = observation_of(plan, memory=memory, faults=faults, step_ms=90.0, profile=profile, regions=REGIONS)

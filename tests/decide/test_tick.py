@@ -10,6 +10,7 @@ from tests.decide.build import (
     BF16,
     FP16,
     FP32,
+    USUAL,
     Run,
     apply_failed,
     capture_out_of_memory,
@@ -24,7 +25,7 @@ from tests.decide.build import (
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import BatchState, Decision, LayerState, decide, initial_decision
 from triaccel_ray.decide.batch import ladder
-from triaccel_ray.records.plan import Plan, Precision, ReasonCode
+from triaccel_ray.records.plan import Plan, ReasonCode
 from triaccel_ray.records.signals import LayerSignal, NoiseSignal, Observation
 
 LOW_MEMORY, HIGH_MEMORY = memory_of(0.1), memory_of(0.95)
@@ -33,7 +34,7 @@ CONFIG = ControlConfig(
     curvature=CurvatureConfig(tau_curv=5.0, smoothing=0.0, alpha=0.1),
     batch=BatchConfig(lr_rule="linear"),
 )
-NAMES = [("conv", tuple(Precision)), ("head", tuple(Precision))]
+NAMES = [("conv", USUAL), ("head", USUAL)]
 
 
 def first_tick(config: ControlConfig, *layers: LayerSignal, **others: object) -> Decision:
@@ -42,7 +43,7 @@ def first_tick(config: ControlConfig, *layers: LayerSignal, **others: object) ->
 
 
 def test_the_initial_plan_is_the_configured_one_at_full_rates():
-    decision = initial_decision(CONFIG, [("conv", tuple(Precision)), ("old", (FP16, FP32))])
+    decision = initial_decision(CONFIG, [("conv", USUAL), ("old", (FP16, FP32))])
     levels = {"conv": BF16, "old": FP32}
     assert decision.plan == Plan(batch_size=96, precision=levels, lr_scale={"conv": 1.0, "old": 1.0})
     expected = {name: LayerState(by_variance=level, ticks_since_change=1) for name, level in levels.items()}

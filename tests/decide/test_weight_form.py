@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.decide.build import observation_of, plan_of
+from tests.decide.build import USUAL, observation_of, plan_of
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide import decide, initial_decision, replay
 from triaccel_ray.decide.weight_form import (
@@ -18,7 +18,7 @@ from triaccel_ray.decide.weight_form import (
     remember_form,
     room_bytes,
 )
-from triaccel_ray.records.plan import Precision, ReasonCode, WeightForm
+from triaccel_ray.records.plan import ReasonCode, WeightForm
 from triaccel_ray.records.signals import ParameterSignal
 
 OPEN = ControlConfig(weights="auto", step_in_backward="auto")
@@ -193,7 +193,7 @@ def test_it_stays_within_the_budget_where_any_form_does_and_a_larger_one_never_b
 
 def test_the_first_tick_records_the_decision_a_later_one_only_a_change_and_replay_reproduces_both() -> None:
     config = replace(OPEN, revert_slowdowns=False)
-    state, log = initial_decision(config, [("conv", tuple(Precision))]).state, []
+    state, log = initial_decision(config, [("conv", USUAL)]).state, []
     for tick, headroom in enumerate([1, 1, 10**6]):  # as after a resumption with more memory
         signal = replace(GPT, headroom_bytes=headroom)
         observation = observation_of(plan_of(), tick=tick, parameters=signal)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.build import FP32, collected, mlp
+from tests.decide.build import USUAL
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate
 from triaccel_ray.measure.memory import ResidentMemory
 from triaccel_ray.measure.moments import GradientMoments
@@ -29,7 +30,7 @@ def sensors_of() -> Sensors:
     """Sensors of a small network that has taken a step."""
     model = mlp()
     layers = find_layers(model)
-    named: list[tuple[str, tuple[Precision, ...]]] = [(layer.name, tuple(Precision)) for layer in layers]
+    named: list[tuple[str, tuple[Precision, ...]]] = [(layer.name, USUAL) for layer in layers]
     named[1] = ("2", (FP32,))
     moments = GradientMoments(layers, list(model.parameters()), beta=0.5)
     sensors = Sensors(
@@ -56,7 +57,7 @@ def test_a_reading_holds_what_was_seen() -> None:
     assert (seen.loss, seen.loss_scale, seen.num_skipped) == (1.0, 1024.0, 3)
     assert seen.faults == (FAULT, FAULT)
     assert [layer.name for layer in seen.layers] == ["0", "2", "4"]
-    assert [layer.supported for layer in seen.layers] == [tuple(Precision), (FP32,), tuple(Precision)]
+    assert [layer.supported for layer in seen.layers] == [USUAL, (FP32,), USUAL]
     assert [layer.variance for layer in seen.layers[1:]] == [None, None]
     assert seen.layers[0].variance == pytest.approx((128**2 - 1) / 12 / 4, rel=1e-6)
     assert [layer.eigenvalues for layer in seen.layers] == [None] * 3

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.tune.search.sample import Categorical
 
+from tests.decide.build import USUAL
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide import initial_decision
 from triaccel_ray.records.plan import Precision
@@ -117,5 +118,5 @@ def test_layers_begin_in_the_precision_that_the_thresholds_mean_at_the_probes_va
     }
     assert len(set(expected.values())) > 1
     assert control.precision.initial_layers == expected
-    first = initial_decision(control, [(name, tuple(Precision)) for name in (*expected, "other")])
+    first = initial_decision(control, [(name, USUAL) for name in (*expected, "other")])
     assert first.plan.precision == {**expected, "other": control.precision.initial}

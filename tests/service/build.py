@@ -5,11 +5,12 @@ import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tests.decide.build import USUAL
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import decide, initial_decision
 from triaccel_ray.measure.score import BYTES_PER_GB, efficiency_score
 from triaccel_ray.records.events import End, Epoch, EventLog, Interruption, Record, Start, Tick, read_events
-from triaccel_ray.records.plan import Applied, Fault, FaultKind, Plan, Precision
+from triaccel_ray.records.plan import Applied, Fault, FaultKind, Plan
 from triaccel_ray.records.signals import LayerSignal, MemorySignal, Observation
 
 RESNET = (
@@ -59,7 +60,7 @@ class SimulatedRun:
         self.path = self.folder / "events.jsonl"
         self.num_records = 0
         self._chance = random.Random(self.seed)
-        first = initial_decision(self.control, [(name, tuple(Precision)) for name in self.names])
+        first = initial_decision(self.control, [(name, USUAL) for name in self.names])
         self._plan, self._state = first.plan, first.state
         self._peak = 0
         self.step = self.tick = self.epoch = 0

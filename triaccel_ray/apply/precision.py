@@ -12,15 +12,22 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from triaccel_ray.apply import fp8
 from triaccel_ray.apply.depthwise import forward_of
 from triaccel_ray.apply.fused_norm import FusedNorm
 from triaccel_ray.apply.weights import Weights, showing
+from triaccel_ray.config import PrecisionConfig
 from triaccel_ray.model.layers import Layer, uncompiled
 from triaccel_ray.model.pytree import cast_floating, tensors_in, widened
 from triaccel_ray.records.plan import Precision
 
 DTYPES: Mapping[Precision, torch.dtype] = MappingProxyType(
-    {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
+    {
+        Precision.FP8: fp8.E4M3,
+        Precision.FP16: torch.float16,
+        Precision.BF16: torch.bfloat16,
+        Precision.FP32: torch.float32,
+    }
 )
 """Precision -> the dtype that a layer computes in."""
 _SINGLE_DTYPE_FUNCTIONS = frozenset(
@@ -31,11 +38,40 @@ _SINGLE_DTYPE_FUNCTIONS = frozenset(
 )
 
 
-def supported_precisions(layer: Layer, *, without: Collection[Precision] = ()) -> tuple[Precision, ...]:
-    """Returns the precisions that `layer` can compute in, FP32 among them, except those in `without`."""
+def supported_precisions(
+    layer: Layer, *, without: Collection[Precision] = (), in_fp8: Collection[str] = ()
+) -> tuple[Precision, ...]:
+    """Returns the precisions that `layer` can compute in, FP32 among them, except those in `without`.
+
+    FP8 is among them if `in_fp8` has the layer's name.
+    """
     if layer.fixed_precision:
         return (Precision.FP32,)
-    return tuple(level for level in Precision if level not in without)
+    unsupported = {*without} if layer.name in in_fp8 else {*without, Precision.FP8}
+    return tuple(level for level in Precision if level not in unsupported)
+
+
+def fp8_layers(layers: Sequence[Layer], config: PrecisionConfig, device: torch.device) -> frozenset[str]:
+    """Returns the names of layers that FP8 may be offered to, if the settings ask for it; call it before wrapping."""
+    is_asked_for = config.fp8 and fp8.has_fp8(device)
+    fit = (layer.name for layer in layers if fp8.fits_fp8(layer, is_wide=not config.allow_slow_precisions))
+    return frozenset(fit) if is_asked_for else frozenset()
+
+
+def refused_precisions(
+    config: PrecisionConfig, device: torch.device, *, is_compiled: bool, in_fp8: Collection[str]
+) -> dict[Precision, str]:
+    """Returns the precisions that are offered to no layer, each with the reason; `in_fp8` is that of `fp8_layers`."""
+    refused: dict[Precision, str] = {}
+    if not config.allow_slow_precisions:
+        refused.update(precisions_without_benefit(device.type, is_compiled=is_compiled))
+    if config.fp8 and not fp8.has_fp8(device):
+        refused[Precision.FP8] = "this device has no FP8 instructions"
+    elif config.fp8 and not in_fp8:
+        refused[Precision.FP8] = f"no linear layer is {fp8.LEAST_WIDTH} wide or more, so none is faster in fp8"
+    elif config.fp8 and not (is_compiled or config.allow_slow_precisions):
+        refused[Precision.FP8] = "only compiled code is faster in fp8"
+    return refused
 
 
 def precisions_without_benefit(device_type: str, *, is_compiled: bool) -> Mapping[Precision, str]:
@@ -119,18 +155,19 @@ class LayerPrecision:
             return
         self._dtypes = wanted
         self._update_regions()
-        self.weights.set(self._dtypes)
+        dtypes = self.dtypes
+        self.weights.set(dtypes)
         for norm in self._norms:
-            read_in = {self._dtypes[self._name_of[module]] for module in norm.following}
+            read_in = {dtypes[self._name_of[module]] for module in norm.following}
             norm.output_dtype = read_in.pop() if len(read_in) == 1 and not norm.has_other_readers else None
-        low = [dtype for dtype in self._dtypes.values() if dtype is not torch.float32]
+        low = [dtype for dtype in dtypes.values() if dtype is not torch.float32]
         # BF16 wins a tie: it cannot overflow.
         self._autocast_dtype = max((torch.bfloat16, torch.float16), key=low.count) if low else None
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Name of a layer -> the dtype that it computes in."""
-        return self._dtypes
+        """Name of a layer -> the dtype of its weights and outputs: BF16 for one that computes in FP8."""
+        return {name: torch.bfloat16 if dtype is fp8.E4M3 else dtype for name, dtype in self._dtypes.items()}
 
     @property
     def key(self) -> tuple[torch.dtype, ...]:
@@ -152,7 +189,7 @@ class LayerPrecision:
 
     def promoting(self) -> contextlib.AbstractContextManager[Any]:
         """Returns the context of `in_force` without autocast: functions that require a single dtype accept several."""
-        refuses = not self._is_suspended and {torch.float16, torch.bfloat16} <= set(self._dtypes.values())
+        refuses = not self._is_suspended and {torch.float16, torch.bfloat16} <= set(self.dtypes.values())
         return _Promotion() if refuses else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -196,6 +233,9 @@ class LayerPrecision:
             if region.dtype is torch.float32:
                 with torch.autocast(device_type, enabled=False):
                     return computed(module, *widened(args), **widened(kwargs))
+            if region.dtype is fp8.E4M3:
+                with torch.autocast(device_type, enabled=False), showing(shown):
+                    return fp8.linear(module, *args, **kwargs)  # type: ignore[arg-type]  # offered to these alone
             # Uncached: autocast's cache does not distinguish FP16 casts of a weight from BF16 casts.
             with torch.autocast(device_type, dtype=region.dtype, cache_enabled=False), showing(shown):
                 return computed(module, *args, **kwargs)

@@ -40,7 +40,7 @@ def withhold_sensitive(training: Training, config: ControlConfig) -> None:
         return
     check = _Check(training, {name: Precision.FP32 for name, _ in training.offered}, _NUM_SAMPLES_NEW, is_new=True)
     sensitive: set[tuple[str, Precision]] = set()
-    for level in (Precision.FP16, Precision.BF16):
+    for level in (Precision.FP8, Precision.FP16, Precision.BF16):
         lower = {name: level for name, offered in training.offered if level in offered}
         if lower and (found := _harmful(check, lower, check.effect_of(lower))):
             sensitive.update((name, level) for name in found)

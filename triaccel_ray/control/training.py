@@ -19,7 +19,7 @@ from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.apply.fused_optimizer import without_kernel_because
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer, watched_parameters
-from triaccel_ray.apply.precision import LayerPrecision, precisions_without_benefit, supported_precisions
+from triaccel_ray.apply.precision import LayerPrecision, fp8_layers, refused_precisions, supported_precisions
 from triaccel_ray.apply.reduce import Reduction, SharedGradients
 from triaccel_ray.apply.running_statistics import RunningStatistics
 from triaccel_ray.apply.split_weights import SplitWeights
@@ -122,10 +122,11 @@ class Training:
         self.faults: list[Fault] = []
         """Faults found while building the steps: how they are compiled, slower fallbacks, layers left unadapted."""
         self._stepper: StepInBackward | None = None
+        in_fp8 = fp8_layers(self.layers, config.precision, self.device)
         self.steps = self._build_steps(buckets)
-        without_benefit = precisions_without_benefit(self.device.type, is_compiled=self.steps.step.is_compiled)
-        slow = {} if config.precision.allow_slow_precisions else without_benefit
-        self.offered = [(layer.name, supported_precisions(layer, without=slow)) for layer in self.layers]
+        is_compiled = self.steps.step.is_compiled
+        slow = refused_precisions(config.precision, self.device, is_compiled=is_compiled, in_fp8=in_fp8)
+        self.offered = [(each.name, supported_precisions(each, without=slow, in_fp8=in_fp8)) for each in self.layers]
         """Each layer's name, and the precisions that device and compiler have for it."""
         self.supported, self.withheld = list(self.offered), frozenset[tuple[str, Precision]]()
         """The precisions that each layer may compute in, and those of `offered` that `withhold` has taken out."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from torch import nn
 from triaccel_ray.apply.compile import is_compiled
 from triaccel_ray.apply.fused_optimizer import state_bytes, without_kernel_because
 from triaccel_ray.apply.optimizer import watched_parameters
-from triaccel_ray.apply.precision import precisions_without_benefit, supported_precisions
+from triaccel_ray.apply.precision import fp8_layers, refused_precisions, supported_precisions
 from triaccel_ray.apply.step_in_backward import buckets_of
 from triaccel_ray.apply.weights import multiplied_parameters, parameters_of_one
 from triaccel_ray.config import ControlConfig
@@ -59,7 +58,7 @@ def parameter_signal(
     watched = watched_parameters(optimizer, layers)
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     own = parameters_of_one(layers, updated)
-    low = [p for name, level in levels.items() if level is Precision.BF16 for p in own[name]]
+    low = [p for name, level in levels.items() if level in (Precision.FP8, Precision.BF16) for p in own[name]]
     unsupported = without_kernel_because(optimizer)
     if not unsupported and any(map(has_hooks, updated)):
         unsupported = "hooks act on gradients"
@@ -92,10 +91,9 @@ def _precisions(
 ) -> tuple[dict[str, Precision], bool]:
     """Returns the precision in which each layer starts, and whether any may compute in FP16 later."""
     compiled = is_compiled(model) or _is_to_be_compiled(model, config, device)
-    without: Any = {}
-    if not config.precision.allow_slow_precisions:
-        without = precisions_without_benefit(device.type, is_compiled=compiled)
-    supported = [(layer.name, supported_precisions(layer, without=without)) for layer in layers]
+    in_fp8 = fp8_layers(layers, config.precision, device)
+    without = refused_precisions(config.precision, device, is_compiled=compiled, in_fp8=in_fp8)
+    supported = [(layer.name, supported_precisions(layer, without=without, in_fp8=in_fp8)) for layer in layers]
     levels = initial_decision(config, supported).plan.precision
     adapts = config.precision.enabled and config.precision.tau_low > 0.0
     may_use_fp16 = Precision.FP16 in levels.values() or (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from triaccel_ray.config import PrecisionConfig
@@ -12,16 +12,21 @@ from triaccel_ray.records.signals import LayerSignal, Observation
 from triaccel_ray.records.state import ControlState, LayerState, nearest_supported
 
 
-def precision_for_variance(config: PrecisionConfig, variance: float) -> Precision:
-    """Returns FP16 below tau_low, FP32 from tau_high on, BF16 between (Tri-Accel, section 3.1)."""
+def precision_for_variance(
+    config: PrecisionConfig, variance: float, supported: Collection[Precision] = ()
+) -> Precision:
+    """Returns FP16 below tau_low, FP32 from tau_high on, BF16 between (Tri-Accel, section 3.1).
+
+    A layer that supports FP8 has it in place of FP16.
+    """
     if variance < config.tau_low:
-        return Precision.FP16
+        return Precision.FP8 if Precision.FP8 in supported else Precision.FP16
     return Precision.BF16 if variance < config.tau_high else Precision.FP32
 
 
 def promoted(precision: Precision) -> Precision:
-    """Returns the next higher precision; FP32 stays FP32."""
-    return Precision.BF16 if precision is Precision.FP16 else Precision.FP32
+    """Returns BF16 for FP8 and FP16, else FP32."""
+    return Precision.BF16 if precision.rank < Precision.BF16.rank else Precision.FP32
 
 
 def decide_precision(
@@ -123,7 +128,7 @@ def _after_vote(config: PrecisionConfig, signal: LayerSignal, state: LayerState,
     """Returns the state after one vote of the variance rule, with dwell and patience."""
     if signal.variance is None:
         return state
-    wanted = precision_for_variance(config, signal.variance)
+    wanted = precision_for_variance(config, signal.variance, signal.supported)
     if wanted is Precision.FP16 and state.fp16_bar_ticks:
         wanted = Precision.BF16
     lowers = wanted.rank < state.by_variance.rank

@@ -90,7 +90,7 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
 
     def _new_loop(self, config: ControlConfig, source: DataSource, total: int) -> ControlLoop:
         """Returns a new loop, whose schedule ends after `total` batches of the first size."""
-        self.lr_scheduler = None if self._created_lr_scheduler else self.lr_scheduler  # created by an earlier `train`
+        self.lr_scheduler: Any = None if self._created_lr_scheduler else self.lr_scheduler  # that of an earlier `train`
         self.create_optimizer_and_scheduler(total)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))

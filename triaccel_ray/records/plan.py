@@ -16,18 +16,19 @@ AmpPrecision = Literal["fp16", "bf16"]
 class Precision(StrEnum):
     """A layer's compute precision; weights and their optimizer state are FP32 numbers throughout."""
 
+    FP8 = "fp8"
     FP16 = "fp16"
     BF16 = "bf16"
     FP32 = "fp32"
 
     @property
     def rank(self) -> int:
-        """Position from lowest (0) to highest (2); a *promotion* raises it."""
+        """Position from lowest (0) to highest (3); a *promotion* raises it."""
         return list(Precision).index(self)
 
     @property
     def bytes_per_element(self) -> int:
-        """Bytes of one activation element: 2 for FP16 and BF16, 4 for FP32."""
+        """Bytes of one activation element: 4 for FP32, else 2, for the outputs of layers in FP8 are BF16."""
         return 4 if self is Precision.FP32 else 2
 
 

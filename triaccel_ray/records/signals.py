@@ -18,7 +18,7 @@ class LayerSignal:
     eigenvalues: tuple[float, ...] | None = None
     """Up to k largest eigenvalues of the layer's curvature block, descending; None when not measured since the last
     tick."""
-    supported: tuple[Precision, ...] = tuple(Precision)
+    supported: tuple[Precision, ...] = (Precision.FP16, Precision.BF16, Precision.FP32)
     """Precisions in which this layer can compute on this device; FP32 is always among them."""
 
 

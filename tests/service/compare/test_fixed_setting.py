@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.decide.build import USUAL
 from tests.service.records import FINAL_SPEC, ended, named, run_of
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.records.plan import Precision
@@ -13,7 +14,6 @@ from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.trainables.task import Purpose
 
-ALL = tuple(Precision)
 SPEC = ComparisonSpec(base=FINAL_SPEC, methods=("fp32", "amp", "triaccel"), num_fixed=3)
 BF16_64 = FixedSetting(precision=Precision.BF16, batch_size=64)
 FP32_96 = FixedSetting(precision=Precision.FP32, batch_size=96)
@@ -24,12 +24,12 @@ def failed(name: str) -> RunRecord:
 
 
 def test_fixed_settings_begin_with_the_tasks_own_and_do_not_repeat() -> None:
-    settings = sampled_settings(FINAL_SPEC, ALL, 7)
+    settings = sampled_settings(FINAL_SPEC, USUAL, 7)
     assert settings[0] == FixedSetting(precision=Precision.BF16, batch_size=96)
     assert len(set(settings)) == 7
     assert {setting.batch_size for setting in settings} <= {32, 64, 96, 128, 160}
-    assert settings[:4] == sampled_settings(FINAL_SPEC, ALL, 4)
-    assert len(sampled_settings(FINAL_SPEC, ALL, 100)) == 15  # as many as there are
+    assert settings[:4] == sampled_settings(FINAL_SPEC, USUAL, 4)
+    assert len(sampled_settings(FINAL_SPEC, USUAL, 100)) == 15  # as many as there are
     offered = (Precision.FP16, Precision.FP32)
     assert {setting.precision for setting in sampled_settings(FINAL_SPEC, offered, 100)} == {*offered}
 

@@ -53,7 +53,7 @@ METHOD_STYLES: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Method -> marker and color, the same in every figure."""
 
-PRECISION_COLORS: Final = {Precision.FP16: AMBER, Precision.BF16: SKY, Precision.FP32: NAVY}
+PRECISION_COLORS: Final = {Precision.FP8: PINK, Precision.FP16: AMBER, Precision.BF16: SKY, Precision.FP32: NAVY}
 """Higher precisions are darker."""
 STORAGE_COLORS: Final = {Storage.KEEP: NAVY, Storage.RECOMPUTE: AMBER, Storage.OFFLOAD: SKY}
 

@@ -21,7 +21,7 @@ from triaccel_ray.measure.memory import MIB
 from triaccel_ray.measure.score import BYTES_PER_GB
 from triaccel_ray.records.events import Epoch, Tick
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.records.plan import Precision, Storage
+from triaccel_ray.records.plan import Plan, Precision, Storage
 from triaccel_ray.records.signals import RegionSignal
 from triaccel_ray.service.report import drawing
 from triaccel_ray.service.report.drawing import (
@@ -131,14 +131,14 @@ def _draw_precisions(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick])
         return
     plans = [*(tick.observation.plan for tick in ticks), ticks[-1].applied.plan]
     below = np.zeros(len(plans))
-    for level in reversed(Precision):
+    for level in reversed(_levels(plans)):
         counts = [list(plan.precision.values()).count(level) / len(plan.precision) for plan in plans]
         above, color = below + 100.0 * np.array(counts), drawing.PRECISION_COLORS[level]
         axes.stairs(above, _interval_edges(epochs, ticks), baseline=below, fill=True, color=color, label=level.name)
         below = above
     axes.set_ylim(0.0, 100.0)
     axes.set_axisbelow(False)
-    legend(axes, ncols=3, columnspacing=1.4, handlelength=1.2, **drawing.ABOVE)
+    legend(axes, ncols=4, columnspacing=1.4, handlelength=1.2, **drawing.ABOVE)
 
 
 def _draw_batch(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig) -> None:
@@ -242,20 +242,28 @@ def draw_run(run: RunRecord) -> dict[str, Figure]:
 def precision_heatmap(ticks: Sequence[Tick], *, subtitle: str = "") -> Figure:
     """Returns a heat map of each layer's precision over the steps: a row per layer, input at the top."""
     names = list(ticks[0].observation.plan.precision)
-    levels = list(Precision)
     # The plan observed at a tick is the one in force during the interval that the tick ends.
     ranks = np.array([[tick.observation.plan.precision[name].rank for name in names] for tick in ticks]).T
     figure = drawing.new_figure(9.6, min(max(0.215 * len(names), 0.9), 7.0) + 1.5)
     axes = figure.subplots()
     panel(axes, "Precision of each layer", subtitle, x_label="optimizer step")
-    colors = ListedColormap([PRECISION_COLORS[level] for level in levels])
-    axes.pcolorfast(step_edges(ticks), np.arange(len(names) + 1) - 0.5, ranks, cmap=colors, vmin=-0.5, vmax=2.5)
+    colors = ListedColormap([PRECISION_COLORS[level] for level in Precision])
+    edges = step_edges(ticks), np.arange(len(names) + 1) - 0.5
+    axes.pcolorfast(*edges, ranks, cmap=colors, vmin=-0.5, vmax=len(Precision) - 0.5)
     _label_rows(axes, names)
     axes.grid(visible=False)
-    shares = [f"{level.name}  {100 * (ranks == level.rank).mean():.0f}%" for level in levels]
-    handles = [Patch(color=PRECISION_COLORS[level], label=text) for level, text in zip(levels, shares, strict=True)]
-    legend(axes, handles=handles, ncols=3, columnspacing=1.6, handlelength=1.2, **drawing.ABOVE)
+    shares = {level: (ranks == level.rank).mean() for level in _levels([tick.observation.plan for tick in ticks])}
+    handles = [
+        Patch(color=PRECISION_COLORS[level], label=f"{level.name}  {100 * share:.0f}%") for level, share in shares.items()
+    ]
+    legend(axes, handles=handles, ncols=4, columnspacing=1.6, handlelength=1.2, **drawing.ABOVE)
     return figure
+
+
+def _levels(plans: Sequence[Plan]) -> list[Precision]:
+    """Returns the precisions to name: FP8, which few runs may use, only if a layer has it."""
+    has_fp8 = any(Precision.FP8 in plan.precision.values() for plan in plans)
+    return [level for level in Precision if has_fp8 or level is not Precision.FP8]
 
 
 def memory_plan(ticks: Sequence[Tick], *, subtitle: str = "") -> Figure:

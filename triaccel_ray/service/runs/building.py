@@ -227,7 +227,8 @@ def _warm_up_cpu(spec: RunSpec, control: ControlConfig, task: Task, train: DataS
     levels = [precision.initial]
     if precision.enabled:
         slow = precisions_without_benefit("cpu", is_compiled=control.execution.compile == "on")
-        levels = [level for level in Precision if precision.allow_slow_precisions or level not in slow]
+        offered = set(Precision) if precision.allow_slow_precisions else set(Precision) - set(slow)
+        levels = [level for level in Precision if level in offered and (level is not Precision.FP8 or precision.fp8)]
     source = _FirstSamples(train, 2 * batch_size)
     # An error here will occur in the run, too, which then has a log to record it.
     with contextlib.suppress(Exception), forbidding_exit():
