@@ -134,6 +134,8 @@ class LayerPrecision:
         self._device_type = next(model.parameters()).device.type
         self._autocast_dtype: torch.dtype | None = None
         self._dtypes: dict[str, torch.dtype] = {}
+        self.dtypes: Mapping[str, torch.dtype] = {}
+        """Name of a layer -> the dtype of its weights and outputs: BF16 for one that computes in FP8."""
         self._regions = {layer.name: _Region() for layer in layers}
         self._is_suspended = self.is_removed = False
         self._wrapped: list[tuple[nn.Module, Any]] = []
@@ -155,7 +157,8 @@ class LayerPrecision:
             return
         self._dtypes = wanted
         self._update_regions()
-        dtypes = self.dtypes
+        dtypes = {name: torch.bfloat16 if dtype is fp8.E4M3 else dtype for name, dtype in wanted.items()}
+        self.dtypes = dtypes
         self.weights.set(dtypes)
         for norm in self._norms:
             read_in = {dtypes[self._name_of[module]] for module in norm.following}
@@ -163,11 +166,6 @@ class LayerPrecision:
         low = [dtype for dtype in dtypes.values() if dtype is not torch.float32]
         # BF16 wins a tie: it cannot overflow.
         self._autocast_dtype = max((torch.bfloat16, torch.float16), key=low.count) if low else None
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Name of a layer -> the dtype of its weights and outputs: BF16 for one that computes in FP8."""
-        return {name: torch.bfloat16 if dtype is fp8.E4M3 else dtype for name, dtype in self._dtypes.items()}
 
     @property
     def key(self) -> tuple[torch.dtype, ...]:

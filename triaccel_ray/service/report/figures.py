@@ -252,10 +252,9 @@ def precision_heatmap(ticks: Sequence[Tick], *, subtitle: str = "") -> Figure:
     axes.pcolorfast(*edges, ranks, cmap=colors, vmin=-0.5, vmax=len(Precision) - 0.5)
     _label_rows(axes, names)
     axes.grid(visible=False)
-    shares = {level: (ranks == level.rank).mean() for level in _levels([tick.observation.plan for tick in ticks])}
-    handles = [
-        Patch(color=PRECISION_COLORS[level], label=f"{level.name}  {100 * share:.0f}%") for level, share in shares.items()
-    ]
+    levels = _levels([tick.observation.plan for tick in ticks])
+    shares = [f"{level.name}  {100 * (ranks == level.rank).mean():.0f}%" for level in levels]
+    handles = [Patch(color=PRECISION_COLORS[level], label=text) for level, text in zip(levels, shares, strict=True)]
     legend(axes, handles=handles, ncols=4, columnspacing=1.6, handlelength=1.2, **drawing.ABOVE)
     return figure
 
