@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray._raylet import AuthenticationMode, get_authentication_mode
@@ -13,7 +14,7 @@ from ray.job_submission import JobDetails
 
 from tests.service.desk import typed
 from triaccel_ray.service.cli.parsing import parse
-from triaccel_ray.service.jobs import Submission, jobs_grid, submission
+from triaccel_ray.service.jobs import RESUME_KEY, WHAT_KEY, jobs_grid, submission
 
 SECRETS = {
     "MLFLOW_TRACKING_PASSWORD": "word-of-the-environment-6711",
@@ -29,12 +30,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def submitted(words: str, name: str | None = None) -> Submission:
-    return submission(shlex.split(words), name=name)
+def submitted(words: str, name: str | None = None) -> dict[str, Any]:
+    return submission(shlex.split(words), name=name)[0]
 
 
-def entry(job: Submission) -> list[str]:
-    words = shlex.split(job.entrypoint)
+def entry(job: dict[str, Any]) -> list[str]:
+    words = shlex.split(job["entrypoint"])
     assert words[:3] == ["python", "-m", "triaccel_ray.service"]
     return words[3:]
 
@@ -70,17 +71,17 @@ def test_a_job_does_what_was_typed_with_nothing_in_its_own_folder(tmp_path: Path
 
 def test_names_are_readable_and_a_stopped_job_can_be_resumed(tmp_path: Path) -> None:
     job = submitted("search digits --tracking-uri http://host:5000 --experiment mine")
-    assert job.id.startswith("search-digits-20")
-    assert job.what == "search digits"
-    assert entry(job)[entry(job).index("--name") + 1] == job.id
-    assert shlex.split(job.resume) == [
-        *("resume", job.id, "--storage-path", str(tmp_path / "triaccel-runs")),
+    assert job["submission_id"].startswith("search-digits-20")
+    assert job["metadata"][WHAT_KEY] == "search digits"
+    assert entry(job)[entry(job).index("--name") + 1] == job["submission_id"]
+    assert shlex.split(job["metadata"][RESUME_KEY]) == [
+        *("resume", job["submission_id"], "--storage-path", str(tmp_path / "triaccel-runs")),
         *("--tracking-uri", "http://host:5000"),
     ]
-    assert submitted("resume mine").id.startswith("resume-mine-20")
+    assert submitted("resume mine")["submission_id"].startswith("resume-mine-20")
     for name, job_id in ((None, "j1"), ("again", "again")):  # the user's name for what it trains stays
         job = submitted("compare digits --name j1", name=name)
-        assert (job.id, entry(job)[entry(job).index("--name") + 1]) == (job_id, "j1")
+        assert (job["submission_id"], entry(job)[entry(job).index("--name") + 1]) == (job_id, "j1")
 
 
 def test_the_environments_tracking_store_travels_with_what_is_new(
@@ -132,12 +133,12 @@ def test_a_name_and_a_folder_that_will_not_do_are_refused(monkeypatch: pytest.Mo
 
 
 def test_data_and_results_stay_behind(here: Path) -> None:
-    job = submitted("run text-gpt --storage-path results --data-dir 'my data'")
-    excludes = job.runtime_env["excludes"]
+    job, notes = submission(shlex.split("run text-gpt --storage-path results --data-dir 'my data'"), name=None)
+    excludes = job["runtime_env"]["excludes"]
     assert {".git", ".venv", "triaccel-runs", "/results", "/my\\ data"} <= set(excludes)
     elsewhere = submitted(f"run text-gpt --storage-path {here.parent / 'x'} --data-dir .")
-    assert len(elsewhere.runtime_env["excludes"]) == len(excludes) - 2
-    assert any(str(here / "results") in note and "must share" in note for note in job.notes)
+    assert len(elsewhere["runtime_env"]["excludes"]) == len(excludes) - 2
+    assert any(str(here / "results") in note and "must share" in note for note in notes)
 
 
 def test_jobs_are_listed_newest_first() -> None:

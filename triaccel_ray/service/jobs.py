@@ -10,7 +10,6 @@ import re
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,24 +44,15 @@ _WAY_OUT = (
 )
 
 
-class JobError(ValueError):
-    """The cluster refuses a request, such as for a job that it does not have; the message says why."""
-
-
 def submit(words: Sequence[str], *, name: str | None, address: str | None) -> int:
     """Submits `triaccel WORDS` as a job and prints how to follow and stop it."""
-    job = submission(words, name=name)
+    job, notes = submission(words, name=name)
     with job_client(address) as client:
-        client.submit_job(
-            entrypoint=job.entrypoint,
-            submission_id=job.id,
-            runtime_env=job.runtime_env,
-            metadata={WHAT_KEY: job.what, RESUME_KEY: job.resume},
-        )
-    err.print("\n".join(job.notes), soft_wrap=True)
+        name = client.submit_job(**job)
+    err.print("\n".join(notes), soft_wrap=True)
     on = _address_option(address)
-    out.print(f"submitted: {job.id}", soft_wrap=True)
-    out.print(f"look: triaccel logs {job.id} --follow{on}    stop: triaccel stop {job.id}{on}", soft_wrap=True)
+    out.print(f"submitted: {name}", soft_wrap=True)
+    out.print(f"look: triaccel logs {name} --follow{on}    stop: triaccel stop {name}{on}", soft_wrap=True)
     return 0
 
 
@@ -131,7 +121,7 @@ def job_client(address: str | None) -> Iterator[JobSubmissionClient]:
 
     Raises:
         ClusterUnavailableError: there is no cluster, or it does not serve jobs.
-        JobError: the cluster refuses a request.
+        ValueError: the cluster refuses a request, such as for a job that it does not have.
     """
     address = address or os.environ.get(_SERVER) or os.environ.get("RAY_ADDRESS") or "auto"
     named = f"address = {display_address(address)!r}"
@@ -148,7 +138,7 @@ def job_client(address: str | None) -> Iterator[JobSubmissionClient]:
         reason = error.reason if isinstance(error, ClusterUnavailableError) else _reason(error)
         raise ClusterUnavailableError(f"{named}: no Ray cluster serves jobs there ({reason}); {_WAY_OUT}") from error
     except (RuntimeError, ValueError) as error:
-        raise JobError(f"{named}: the cluster refuses: {_reason(error)}") from error
+        raise ValueError(f"{named}: the cluster refuses: {_reason(error)}") from error
     finally:
         logging.disable(logging.NOTSET)
 
@@ -193,28 +183,11 @@ WHAT_KEY, RESUME_KEY = "triaccel.what", "triaccel.resume"
 """Metadata keys of a job: for command and task, and for the words after `triaccel` that resume it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Submission:
-    """One job, in the form that Ray's Jobs API takes."""
-
-    id: str
-    """The submission id."""
-    entrypoint: str
-    """Shell command that the cluster's head node runs."""
-    what: str
-    """Command and task, for display."""
-    resume: str
-    """Words after `triaccel` that resume the job if it was stopped."""
-    runtime_env: dict[str, Any]
-    """Ray's runtime environment: folder to upload, exclusions, variables. All who may list jobs can read these."""
-    notes: Sequence[str]
-    """For the user: how the job differs from a run on this machine."""
-
-
-def submission(words: Sequence[str], *, name: str | None) -> Submission:
+def submission(words: Sequence[str], *, name: str | None) -> tuple[dict[str, Any], list[str]]:
     """Returns the job that runs `triaccel WORDS` on a cluster, as if it were typed in the current folder.
 
-    Paths become absolute: a relative one would lie in the job's temporary folder and be deleted with it.
+    These are the arguments of `JobSubmissionClient.submit_job`, which all who may list jobs can read, and what to tell
+    the user. Paths become absolute: a relative one would lie in the job's temporary folder, and be deleted with it.
 
     Args:
         words: command and options.
@@ -255,19 +228,16 @@ def submission(words: Sequence[str], *, name: str | None) -> Submission:
             stays.append(data_dir)
             notes.append(f"data: {data_dir}, which the cluster's machines must have too")
     where = ["--storage-path", storage.storage, *([] if store is None else ["--tracking-uri", store])]
-    return Submission(
-        id=job,
-        entrypoint=shlex.join(["python", "-m", "triaccel_ray.service", *kept, *where, "--address", "auto"]),
-        what=f"{words[0]} {subject}",
-        resume=shlex.join(["resume", target, *where]),
-        runtime_env={
-            "working_dir": str(folder),
-            "excludes": [*NEVER_TRAVELS, *_ignore_patterns(folder, stays)],
-            # As Ctrl-C: the log is ended and shipped. Ray's default, SIGTERM, would leave it "running" for ever.
-            "env_vars": {"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": "120"},
-        },
-        notes=notes,
-    )
+    runtime_env = {
+        "working_dir": str(folder),
+        "excludes": [*NEVER_TRAVELS, *_ignore_patterns(folder, stays)],
+        # As Ctrl-C: the log is ended and shipped. Ray's default, SIGTERM, would leave it "running" for ever.
+        "env_vars": {"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": "120"},
+    }
+    entrypoint = shlex.join(["python", "-m", "triaccel_ray.service", *kept, *where, "--address", "auto"])
+    metadata = {WHAT_KEY: f"{words[0]} {subject}", RESUME_KEY: shlex.join(["resume", target, *where])}
+    arguments = {"entrypoint": entrypoint, "submission_id": job, "runtime_env": runtime_env, "metadata": metadata}
+    return arguments, notes
 
 
 def _project_folder() -> Path:

@@ -59,7 +59,8 @@ def test_a_task_is_mended_and_resume_trains_the_trial_that_it_had_ended_alone(
     (broken,) = [name for name, trial in trials.items() if trial.status != "finished"]
     assert len(trials) == 2
     assert trials[broken].status == "failed (bug)"
-    assert f"{broken} failed (bug): ValueError: the shapes do not fit" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"{broken} failed (bug) before its first epoch ended: ValueError: the shapes do not fit" in printed
     assert "in loss" in (folder / "trials" / broken / ERROR).read_text()
     before, first = logs(folder), recorded(desk)
     assert set(first) == {"mending", "fp32 of mending", "amp of mending", "probe", *trials}

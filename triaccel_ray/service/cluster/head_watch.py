@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from types import FrameType
 
 from triaccel_ray.service.console import err
 from triaccel_ray.service.failures import PreemptedError
@@ -43,7 +42,7 @@ def watching(address: str) -> Iterator[None]:
         yield
         return
     done, lost = threading.Event(), threading.Event()
-    before = signal.signal(_SIGNAL, _interrupt)
+    before = signal.signal(_SIGNAL, signal.default_int_handler)  # no other exception leaves Ray's waiting calls
     thread = threading.Thread(target=_watch, args=(address, done, lost), name="head-watch", daemon=True)
     thread.start()
     try:
@@ -66,10 +65,6 @@ def stops_answering(address: str) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt  # the only exception that leaves Ray's waiting calls
 
 
 def _message(address: str) -> str:

@@ -38,6 +38,7 @@ from triaccel_ray.service.console import err, out
 from triaccel_ray.service.credentials import display_address
 from triaccel_ray.service.failures import RunFailedError
 from triaccel_ray.service.report.comparison import view_comparison
+from triaccel_ray.service.report.provenance import troubles
 from triaccel_ray.service.report.report import View
 from triaccel_ray.service.report.run import view_run
 from triaccel_ray.service.report.search import view_search
@@ -62,7 +63,6 @@ from triaccel_ray.service.storage.copies import PAGE_FILES
 from triaccel_ray.service.storage.layout import (
     BASELINES,
     COMPARISON,
-    ERROR,
     FOUND,
     REPEATS,
     SEARCH,
@@ -214,8 +214,7 @@ def _search(spec: SearchSpec, work: Work, show: Show) -> Outcome:
         failures: dict[str, str] = {}
         for run in record.trials:
             if run.end is not None and run.end.cause in RETRIED_CAUSES:
-                trace = f"; the traceback is in {run.folder / ERROR}" if (run.folder / ERROR).exists() else ""
-                failures[run.name] = f"{run.name} {run.status}: {run.end.message}{trace}"
+                failures[run.name] = troubles({run.name: run})
         best = best_trial(record)
         end = None if best is None else candidates(record)[best.name].end
         log.append(_end_record(failures, len(record.trials), {} if end is None else end.results))

@@ -53,11 +53,6 @@ class ComparisonSpec:
         return (*self.methods, *([FIXED] if self.num_fixed else []))
 
     @property
-    def table_2(self) -> tuple[str, ...]:
-        """The methods of the second table; empty without an ablation."""
-        return tuple(ABLATION) if self.ablation else ()
-
-    @property
     def all_methods(self) -> tuple[str, ...]:
         """Every method that is trained, once."""
-        return tuple(dict.fromkeys((*self.table_1, *self.table_2)))
+        return tuple(dict.fromkeys((*self.table_1, *(ABLATION if self.ablation else ()))))

@@ -17,7 +17,7 @@ from triaccel_ray.service.cli.options import repeat_command
 from triaccel_ray.service.report.drawing import BLUE, GRAY, METHOD_STYLES, NAVY, Series, metric_against_cost, save
 from triaccel_ray.service.report.provenance import about, all_settings, sharing_note, troubles
 from triaccel_ray.service.report.report import View, with_page
-from triaccel_ray.service.report.tables import FIGURE_COLUMNS, STAR, Grid, figure_cells, joined, lines
+from triaccel_ray.service.report.tables import STAR, Grid, joined, lines
 from triaccel_ray.service.runs.objective import Figures, grace_epochs
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.runs.spec import RunSpec
@@ -91,7 +91,7 @@ def search_grid(record: SearchRecord) -> Grid:
     objective, spec = record.objective, record.spec
     done = sum(run.status in ("finished", "stopped") for run in record.trials)
     names = tuple(each.name for each in dimensions(spec.optional))
-    header = ("run", "status", *names, "at epoch", objective.goal.heading, *FIGURE_COLUMNS)
+    header = ("run", "status", *names, "at epoch", objective.goal.heading, "s/epoch", "peak GB", "score")
     labels = {name: name.upper() for name in record.baselines if name != "probe"}
     rows = [_row(f"{labels.get(name, name)} again", run, record) for name, run in best_repeats(record).items()]
     rows += [_row(label, record.baselines[name], record) for name, label in labels.items()]
@@ -124,10 +124,12 @@ def _row(label: str, run: RunRecord, record: SearchRecord) -> list[str]:
     is_trial = run.spec.method == "triaccel"
     num_epochs = run.epochs[-1].epoch if run.epochs else 0
     thresholds = [each.text(run.spec.control) if is_trial else "" for each in dimensions(record.spec.optional)]
-    metric, *others = figure_cells(run.figures, record.objective.goal)
-    if is_trial and run.figures is not None and record.objective.shortfall(num_epochs, run.figures.metric) > 0:
-        metric += STAR
-    return [label, run.status, *thresholds, f"{num_epochs} of {run.spec.recipe.epochs}", metric, *others]
+    figures, cells = run.figures, [""] * 4
+    if figures is not None:
+        is_behind = is_trial and record.objective.shortfall(num_epochs, figures.metric) > 0
+        metric = f"{record.objective.goal.cell(figures.metric)}{STAR if is_behind else ''}"
+        cells = [metric, f"{figures.seconds:.3f}", f"{figures.peak_gb:.3f}", f"{figures.score:.2f}"]
+    return [label, run.status, *thresholds, f"{num_epochs} of {run.spec.recipe.epochs}", *cells]
 
 
 def missing_runs(record: SearchRecord) -> list[str]:

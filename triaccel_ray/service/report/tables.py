@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from triaccel_ray.records.goal import RESERVED, Goal
-from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import JOULES, ONE_VIEW
 
 VIEWS_NOTE = "metrics: by the mean output over the views of each sample; by one view: by the sample as it is"
@@ -25,8 +24,6 @@ TO_TARGET: Mapping[str, str] = {"seconds_to_target": "s to target", "joules_to_t
 """Result -> column heading, for what training takes until it reaches a target; only where one is given."""
 STAR = " *"
 """Suffix that marks the metric of a trial behind AMP by more than the margin, and the name of a chosen trial."""
-FIGURE_COLUMNS = ("s/epoch", "peak GB", "score")
-"""Headings of the columns that follow the task's metric."""
 _NUMBER = re.compile(r"[+-]?(\d[\d,]*(\.\d+)?(e[+-]?\d+)?|inf)")
 
 
@@ -92,11 +89,3 @@ def result_headings(names: Collection[str], goal: Goal, *, prefix: str = "") -> 
     views = {one_view: f"by one view {goal.unit}".rstrip()} if one_view in names else {}
     optional = {name: text for name, text in {**COST_HEADINGS, **TO_TARGET}.items() if name in names}
     return {**metrics, **RESULT_HEADINGS, **views, **optional}
-
-
-def figure_cells(figures: Figures | None, goal: Goal) -> list[str]:
-    """Returns the cells of the goal's column and FIGURE_COLUMNS; empty ones if nothing was measured."""
-    if figures is None:
-        return [""] * (1 + len(FIGURE_COLUMNS))
-    numbers = f"{figures.seconds:.3f}", f"{figures.peak_gb:.3f}", f"{figures.score:.2f}"
-    return [goal.cell(figures.metric), *numbers]
