@@ -160,7 +160,7 @@ class PrecisionConfig(_Checked):
         super().__post_init__()
         for level in (self.initial, *self.initial_layers.values()):
             require(isinstance(level, Precision), "initial_layers", level, "must be a Precision")
-            require(self.fp8 or level is not Precision.FP8, "initial, initial_layers", level.value, "needs fp8 = True")
+            require(self.fp8 or level is not Precision.FP8, "precision", level.value, "needs fp8 = on")
         way_out = "keep one precision: --method engine-amp, or PrecisionConfig(enabled=False)"
         _require_ascending("tau_low", self.tau_low, "tau_high", self.tau_high, way_out)
 

@@ -307,7 +307,7 @@ class ControlLoop(EpochLoop):
         self._training.statistics.keep()
         withhold(self._training, {(name, Precision(level)) for name, level in state["withheld"]})
         self.state = decode(ControlState, state["control"])
-        self._actuators.load_state_dict(state)
+        self._actuators.load_state_dict(state, dict(self._training.supported))
         self.num_steps, self.num_ticks, self._epoch.num_steps = state["counters"]
         self.timer.restart()
         self._ranks.require_equal("the checkpoint", [*state["counters"], *state["micro_batches"], state["control"]])

@@ -16,6 +16,7 @@ from tests.decide.build import BF16, FP8, FP16, FP32
 from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.apply import fp8
 from triaccel_ray.apply.precision import fp8_layers, refused_precisions
+from triaccel_ray.decide.paper import paper_rules
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import FaultKind
 
@@ -66,6 +67,27 @@ def test_a_value_that_is_not_finite_is_not_hidden() -> None:
     assert fp8.linear(module, torch.zeros(16, 16)).isfinite().all()
 
 
+@pytest.mark.parametrize("x", [torch.ones(0, 32), torch.ones(2, 0, 32)], ids=["no rows", "no tokens"])
+def test_without_rows_there_is_nothing_to_multiply(x: Tensor) -> None:
+    module = nn.Linear(32, 16)
+    outputs = fp8.linear(module, x.requires_grad_())
+    assert (outputs.shape, outputs.dtype) == ((*x.shape[:-1], 16), torch.bfloat16)
+    outputs.sum().backward()
+    assert module.weight.grad is not None
+    assert not module.weight.grad.any()
+
+
+def test_ragged_texts_compute_in_bf16() -> None:
+    texts = torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(5, 32)], layout=torch.jagged)
+    assert fp8.linear(nn.Linear(32, 16), texts).values().shape == (8, 16)
+
+
+def test_a_pruned_weight_gives_the_sizes() -> None:
+    module = nn.Linear(64, 64)
+    module.weight, module.bias = nn.Parameter(torch.randn(32, 48)), None
+    assert fp8.linear(module, torch.randn(16, 48)).shape == (16, 32)
+
+
 def linear(width: int = 2048, **settings) -> nn.Linear:
     return nn.Linear(width, 2048, device="meta", **settings)
 
@@ -78,6 +100,7 @@ class Own(nn.Linear):
 @pytest.mark.parametrize(
     ("module", "fits"),
     [(linear(), True), (linear(bias=False), True), (linear(2032), False), (linear(2056), False), (linear(1024), False),
+     (nn.utils.parametrizations.weight_norm(linear()), True),
      (Own(2048, 2048, device="meta"), False), (nn.Conv1d(2048, 2048, 1, device="meta"), False)],
 )  # fmt: skip
 def test_wide_linear_layers_may_use_fp8(module: nn.Module, fits: bool) -> None:
@@ -95,7 +118,8 @@ def test_a_layer_that_shares_its_weight_with_an_embedding_may_not() -> None:
 @pytest.mark.parametrize(
     ("capability", "layers", "is_compiled", "reason"),
     [((9, 0), {"0"}, True, None), ((8, 9), {"0"}, True, None), ((8, 0), set(), True, "no FP8 instructions"),
-     ((9, 0), set(), True, "no linear layer is 2048 wide or more"), ((9, 0), {"0"}, False, "only compiled code")],
+     ((9, 0), set(), True, "no linear layer has 2048 inputs and outputs or more"),
+     ((9, 0), {"0"}, False, "only code compiled for a GPU")],
 )  # fmt: skip
 def test_fp8_is_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
@@ -110,6 +134,7 @@ def test_fp8_is_refused_with_the_reason(
     refused = refused_precisions(config, device, is_compiled=is_compiled, in_fp8=layers)
     assert (reason in refused[FP8]) if reason else (FP8 not in refused)
     assert FP8 not in refused_precisions(replace(config, fp8=False), device, is_compiled=is_compiled, in_fp8=set())
+    assert "only code compiled for a GPU" in refused_precisions(config, CPU, is_compiled=True, in_fp8={"0"})[FP8]
 
 
 def test_a_layer_in_fp8_stands_between_others_and_suspends_to_fp32() -> None:
@@ -184,11 +209,57 @@ def test_a_model_without_wide_layers_trains_without_and_says_so() -> None:
         loop.train_epoch()
         assert FP8 not in loop.plan.precision.values()
     details = [each.detail for each in faults if each.kind is FaultKind.PRECISION_REFUSED]
-    assert "no linear layer is 2048 wide or more, so none is faster in fp8: it is not offered" in details
+    text = "no linear layer has 2048 inputs and outputs or more, in multiples of 16: it is not offered"
+    assert text in details
+
+
+class Refuses(nn.Module):
+    """Cannot compute with values of few digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if (
+            hidden.float() - F.linear(x.float(), self.first.weight.float(), self.first.bias.float())
+        ).abs().max() > 0.02:
+            raise RuntimeError("too coarse")
+        out: Tensor = self.last(hidden)
+        return out
+
+
+def test_a_layer_that_the_model_cannot_run_in_fp8_is_not_offered_it() -> None:
+    torch.manual_seed(0)
+    model, config = Refuses(), ControlConfig(precision=SLOW_TOO, curvature=CurvatureConfig(enabled=False))
+    data = torch.randn(128, 32), torch.randn(128, 16)
+    with closing(ControlLoop(model, torch.optim.SGD(model.parameters(), 0.1), F.mse_loss, data, config=config)) as loop:
+        assert loop.plan.precision["first"] is not FP8
+        assert loop.plan.precision["last"] is FP8
+        loop.step()
+        faults = loop.tick().observation.faults
+    assert any("too coarse" in each.detail for each in faults if each.kind is FaultKind.PRECISION_UNCHECKED)
+
+
+def test_a_run_that_resumes_where_fp8_is_not_offered_goes_on_in_the_next_precision() -> None:
+    fixed = replace(SLOW_TOO, enabled=False)
+    with closing(loop_of(fixed)) as loop:
+        loop.train_epoch()
+        state = loop.state_dict()
+    with closing(loop_of(replace(fixed, fp8=False, initial=BF16, allow_slow_precisions=False))) as resumed:
+        resumed.load_state_dict(state)
+        assert set(resumed.plan.precision.values()) <= {BF16, FP32}
+        resumed.train_epoch()
 
 
 def test_fp8_as_the_first_precision_must_be_asked_for() -> None:
-    with pytest.raises(ValueError, match="needs fp8 = True"):
-        PrecisionConfig(initial=FP8)
-    with pytest.raises(ValueError, match="needs fp8 = True"):
-        PrecisionConfig(initial_layers={"head": FP8})
+    for settings in ({"initial": FP8}, {"initial_layers": {"head": FP8}}):
+        with pytest.raises(ValueError, match="precision = 'fp8': needs fp8 = on"):
+            PrecisionConfig(**settings)
+
+
+def test_the_printed_rules_know_no_fp8() -> None:
+    precision = replace(SLOW_TOO, initial_layers={"head": FP8, "stem": BF16})
+    printed = paper_rules(ControlConfig(precision=precision)).precision
+    assert (printed.fp8, printed.initial, printed.initial_layers) == (False, FP16, {"head": FP16, "stem": BF16})

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.plan import Applied, Fault, FaultKind, Plan, Storage
+from triaccel_ray.records.plan import Applied, Fault, FaultKind, Plan, Precision, Storage
+from triaccel_ray.records.state import nearest_supported
 
 
 class Actuators:
@@ -58,9 +61,11 @@ class Actuators:
             "storage": encode(step.activations.storage),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores and applies what `state_dict` returned."""
-        self.plan = decode(Plan, state["plan"])
+    def load_state_dict(self, state: dict[str, Any], supported: Mapping[str, tuple[Precision, ...]]) -> None:
+        """Restores and applies what `state_dict` returned, in precisions that are `supported` here."""
+        plan = decode(Plan, state["plan"])
+        precision = {name: nearest_supported(level, supported[name]) for name, level in plan.precision.items()}
+        self.plan = replace(plan, precision=precision)
         self._put_in_force(self.plan)
         self._cache.step.set_num_micro_batches(*state["micro_batches"])
         self._cache.step.activations.set({name: Storage(each) for name, each in state["storage"].items()})

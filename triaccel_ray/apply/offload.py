@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from triaccel_ray.apply.fp8 import E4M3
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.cuda.stream_pool import PooledStream
 
@@ -45,7 +46,7 @@ class RegionWeights:
 
     def include(self, tensor: Tensor) -> bool:
         """Returns whether `tensor` is a parameter or a buffer, or by its shape a copy of one in low precision."""
-        is_copy = tensor.dtype in (torch.float16, torch.bfloat16) and tensor.shape in self.shapes
+        is_copy = tensor.dtype in (torch.float16, torch.bfloat16, E4M3) and tensor.shape in self.shapes
         return is_copy or tensor.untyped_storage().data_ptr() in self.storages
 
 

@@ -68,9 +68,12 @@ def refused_precisions(
     if config.fp8 and not fp8.has_fp8(device):
         refused[Precision.FP8] = "this device has no FP8 instructions"
     elif config.fp8 and not in_fp8:
-        refused[Precision.FP8] = f"no linear layer is {fp8.LEAST_WIDTH} wide or more, so none is faster in fp8"
-    elif config.fp8 and not (is_compiled or config.allow_slow_precisions):
-        refused[Precision.FP8] = "only compiled code is faster in fp8"
+        least = fp8.MULTIPLE if config.allow_slow_precisions else fp8.LEAST_WIDTH
+        refused[Precision.FP8] = (
+            f"no linear layer has {least} inputs and outputs or more, in multiples of {fp8.MULTIPLE}"
+        )
+    elif config.fp8 and not (config.allow_slow_precisions or (is_compiled and device.type == "cuda")):
+        refused[Precision.FP8] = "only code compiled for a GPU is faster in fp8"
     return refused
 
 

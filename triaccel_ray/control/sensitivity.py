@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from triaccel_ray.apply.compile import loss_in_fp32
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.control.training import Training
-from triaccel_ray.cuda.out_of_memory import first_line
+from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.random_states import preserved_random_states
 from triaccel_ray.decide.sensitivity import Effect
 from triaccel_ray.model.dry_run import needs_gradients, undisturbed
@@ -140,6 +140,8 @@ class _Check:
                 self._needs_gradients = True
                 return self.effect_of(change)
             self._failure, values = f"not checked on samples: {first_line(error)}", [math.nan] * 3
+            if self._before is not None and not is_out_of_memory(error):  # the change is what the model cannot take
+                values = [self._before[0], math.inf, math.inf]
         finally:
             self._training.precision.set(self._in_force)
             if self._training.device.type == "cuda":  # or memory cached by the passes would add to that of the graphs

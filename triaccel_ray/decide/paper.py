@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from triaccel_ray.config import ControlConfig, CurvatureMethod
+from triaccel_ray.records.plan import Precision
 
 ALPHA = 0.02
 """Strength of the lr scaling if the configuration has it off: the paper has rule 4, and gives no value."""
@@ -27,7 +28,15 @@ def paper_rules(config: ControlConfig) -> ControlConfig:
     return replace(
         config,
         revert_slowdowns=False,
-        precision=replace(config.precision, dwell_ticks=0, patience_ticks=1, allow_slow_precisions=True),
+        precision=replace(
+            config.precision,
+            dwell_ticks=0,
+            patience_ticks=1,
+            allow_slow_precisions=True,
+            fp8=False,
+            initial=_printed(config.precision.initial),
+            initial_layers={name: _printed(level) for name, level in config.precision.initial_layers.items()},
+        ),
         curvature=replace(config.curvature, method=method, smoothing=0.0, alpha=config.curvature.alpha or ALPHA),
         batch=replace(
             config.batch,
@@ -38,3 +47,7 @@ def paper_rules(config: ControlConfig) -> ControlConfig:
             counts_idle_memory=True,
         ),
     )
+
+
+def _printed(level: Precision) -> Precision:
+    return Precision.FP16 if level is Precision.FP8 else level

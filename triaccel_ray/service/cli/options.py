@@ -55,8 +55,9 @@ _THRESHOLDS = [each for each in RUN_SETTINGS.values() if each.path[0] == "contro
 SEARCHED = {each.name for each in dimensions()}
 """Names of the options that every search tunes."""
 _MEASURING = {"t_ctrl", "t_curv", "b_curv", "curvature", "top_k", "beta"}
-_IN_THE_LOG = {*_MEASURING, "clip_norm", "max_skipped_steps", "loss_scale", "loss_scale_growth_interval"}
-"""Settings that act only through what is measured; the log has the measurements, so a replay does not read them."""
+_OFFERING = {"fp8", "allow_slow_precisions"}
+_IN_THE_LOG = {*_MEASURING, *_OFFERING, "clip_norm", "max_skipped_steps", "loss_scale", "loss_scale_growth_interval"}
+"""Settings that act only through what is measured or offered, which the log has: a replay does not read them."""
 
 
 @options([_METHOD, *(RUN_SETTINGS[name] for name in ("gpus", "seed", "target")), _KEEP])
@@ -103,7 +104,7 @@ class SearchThresholds:
     """Settings that the search keeps fixed. Defaults come from the task."""
 
 
-@options(RUN_SETTINGS[name] for name in ("precision", "allow_slow_precisions", "accumulate", "clip_norm"))
+@options(RUN_SETTINGS[name] for name in ("precision", "fp8", "allow_slow_precisions", "accumulate", "clip_norm"))
 class StepSettings:
     """Settings of a step that nothing adapts. Defaults come from the task."""
 
