@@ -108,7 +108,7 @@ def test_it_trains_as_the_trainer_does_where_nothing_adapts(case: str, tmp_path:
     reference, trainer = both(tmp_path, kinds, model=model, **judged, **options)
     require_same_training(trainer, reference)
     names, expected = ({name for entry in each.state.log_history for name in entry} for each in (trainer, reference))
-    assert names == expected - {"grad_norm"} | {"batch_size", "layers_fp16", "layers_bf16", "layers_fp32"}
+    assert names == expected - {"grad_norm"} | {"batch_size", "layers_fp8", "layers_fp16", "layers_bf16", "layers_fp32"}
     assert trainer.state.global_step == reference.state.global_step == len(logged(trainer, "loss")) > 8
     ours, theirs = (logged(each, "train_loss") for each in (trainer, reference))
     assert ours == pytest.approx(theirs, rel=1e-4)
