@@ -134,8 +134,8 @@ def thresholds(
         tau_high = calibrated_on.quantile(min(q + sample["tau_high_share"] * (1.0 - q), 1.0))
         # Equal quantiles (a share of 0, or repeated variances) must still give two thresholds.
         precision = replace(precision, tau_low=tau_low, tau_high=max(tau_high, tau_low * (1.0 + 1e-6)))
-        # Else the first epochs would be judged in a precision that layers leave later.
-        initial = {name: precision_for_variance(precision, v) for name, v in calibrated_on.layers.items()}
+        # Else the first epochs would be judged in a precision that layers leave later, except for FP8.
+        initial = {name: precision_for_variance(precision, v, ()) for name, v in calibrated_on.layers.items()}
         precision = replace(precision, initial_layers=initial)
     if "rho_high" in sample:
         batch = replace(batch, rho_low=sample["rho_high"] * sample["rho_ratio"], rho_high=sample["rho_high"])

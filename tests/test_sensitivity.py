@@ -176,7 +176,7 @@ def test_a_loss_that_cannot_be_computed_refuses_nothing() -> None:
         can_compute = False
         (fault,) = loop.tick().applied.faults
         assert fault.kind is FaultKind.PRECISION_UNCHECKED
-        assert fault.detail == "not checked on samples: not enough memory"
+        assert fault.detail == "the check on samples failed: not enough memory"
         assert set(loop.plan.precision.values()) == {BF16}
 
 

@@ -143,10 +143,10 @@ class PrecisionConfig(_Checked):
     tau_high: float = knob(math.inf, "[0, inf]")
     """Gradient variance from which on a layer computes in FP32; > tau_low. Infinite: none does for its variance."""
     fp8: bool = False
-    """Whether linear layers at least 2048 wide have FP8 in place of FP16, in compiled code on GPUs that have it."""
+    """Whether linear layers with at least 2048 inputs and outputs use FP8, not FP16, in code compiled for a GPU."""
     allow_slow_precisions: bool = False
     """Whether layers may use a precision that brings no speedup: FP16 on CPUs (convolutions take 77 times as long as in
-    FP32, or more), BF16 on devices without it, or FP16 in compiled code that is as fast in BF16."""
+    FP32, or more) and in compiled code, BF16 on devices without it, FP8 in narrow layers or eager code."""
     beta: float = knob(0.9, "[0, 1)")
     """Weight of the past in the moving average of the gradient variance: 0.9 averages over about 10 steps."""
     dwell_ticks: int = knob(2, "[0, inf)", option="precision_dwell_ticks")
@@ -158,9 +158,10 @@ class PrecisionConfig(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for level in (self.initial, *self.initial_layers.values()):
-            require(isinstance(level, Precision), "initial_layers", level, "must be a Precision")
-            require(self.fp8 or level is not Precision.FP8, "precision", level.value, "needs fp8 = on")
+        levels = [("initial", self.initial), *(("initial_layers", each) for each in self.initial_layers.values())]
+        for name, level in levels:
+            require(isinstance(level, Precision), name, level, "must be a Precision")
+            require(self.fp8 or level is not Precision.FP8, name, level.value, "needs --fp8 on, or fp8=True")
         way_out = "keep one precision: --method engine-amp, or PrecisionConfig(enabled=False)"
         _require_ascending("tau_low", self.tau_low, "tau_high", self.tau_high, way_out)
 
@@ -180,8 +181,7 @@ class CurvatureConfig(_Checked):
     num_samples: int = knob(32, "[2, inf)", option="b_curv")
     """b_curv: training samples a measurement uses."""
     alpha: float = knob(0.0, "[0, inf)")
-    """Strength of the lr scaling; 0 switches it off. The paper gives no value, and six seeds showed no gain from 0.02.
-    With eigenvalues of 5 to 50 after a few epochs, 0.02 halves the learning rate of the steepest layers."""
+    """Strength of the lr scaling; 0 switches it off. The paper gives no value; six seeds showed no gain from 0.02."""
     tau_curv: float = knob(math.inf, "(0, inf]")
     """A layer whose largest eigenvalue exceeds this value is held one precision higher; infinite: never."""
     smoothing: float = knob(0.5, "[0, 1)", option="curvature_smoothing")

@@ -38,7 +38,7 @@ VARIANCE = {FP16: 1e-8, BF16: 1e-5, FP32: 1e-1}
 """A variance that asks for each precision under the thresholds above."""
 
 
-WITH_FP8 = FP8, FP16, BF16, FP32
+WITH_FP8 = tuple(Precision)
 
 
 def config_of(*, dwell_ticks: int = 0, patience_ticks: int = 1, **others: object) -> PrecisionConfig:
@@ -72,8 +72,8 @@ def follow(config: PrecisionConfig, start: Precision, asked: list[Precision | No
     ],
 )  # fmt: skip
 def test_a_threshold_belongs_to_the_precision_above_it(variance, expected):
-    assert precision_for_variance(config_of(), variance) is expected
-    assert precision_for_variance(config_of(tau_high=math.inf), 1e300) is BF16
+    assert precision_for_variance(config_of(), variance, USUAL) is expected
+    assert precision_for_variance(config_of(tau_high=math.inf), 1e300, USUAL) is BF16
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class Actuators:
         }
 
     def load_state_dict(self, state: dict[str, Any], supported: Mapping[str, tuple[Precision, ...]]) -> None:
-        """Restores and applies what `state_dict` returned, in precisions that are `supported` here."""
+        """Restores and applies what `state_dict` returned; a precision not `supported` becomes the next higher one."""
         plan = decode(Plan, state["plan"])
         precision = {name: nearest_supported(level, supported[name]) for name, level in plan.precision.items()}
         self.plan = replace(plan, precision=precision)

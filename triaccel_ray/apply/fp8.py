@@ -16,8 +16,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LEAST_WIDTH = 2048
 """Inputs and outputs of a layer from which on products in FP8 save more than the casts cost: on an H200, a step of a
 compiled GPT took 1.14 times as long as in BF16 with 1024, 0.89 with 2048 and 0.77 with 4096."""
-MULTIPLE = 16
-"""What every dimension of a product must be a multiple of, except its number of rows."""
+ALIGNMENT = 16
+"""What inputs and outputs of a layer in FP8 must be multiples of."""
 
 
 def has_fp8(device: torch.device) -> bool:
@@ -25,24 +25,28 @@ def has_fp8(device: torch.device) -> bool:
     return device.type == "cpu" or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9))
 
 
-def fits_fp8(layer: Layer, *, is_wide: bool = True) -> bool:
-    """Returns whether a layer can compute in FP8: linear modules with PyTorch's own forward, by default wide ones."""
+def fits_fp8(layer: Layer, *, wide_only: bool) -> bool:
+    """Returns whether a layer can compute in FP8: linear modules with PyTorch's own forward function."""
     return all(
         type(module).forward is nn.Linear.forward
         and "forward" not in module.__dict__
-        and all(size % MULTIPLE == 0 and (size >= LEAST_WIDTH or not is_wide) for size in _shape(module))
+        and all(size % ALIGNMENT == 0 and (size >= LEAST_WIDTH or not wide_only) for size in _shape(module))
         for module in layer.modules
     )
 
 
 def _shape(module: nn.Module) -> torch.Size:
-    weight = module.weight  # not the layer's: a weight norm has others, and computes this one
+    """Returns the shape of the weight that the module multiplies with, which a weight norm computes from others."""
+    weight = module.weight
     assert isinstance(weight, Tensor)
     return weight.shape
 
 
 def linear(module: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002  # as `nn.Linear` calls it
-    """Returns x W^T + b in BF16 for x [..., k] of any floating dtype; in BF16, if x is empty or nested."""
+    """Returns x W^T + b [..., n] in BF16, for x [..., k] of any floating dtype and W [n, k].
+
+    The product is in FP8, or in BF16 if x is empty or nested.
+    """
     weight, bias = module.weight.bfloat16(), None if module.bias is None else module.bias.bfloat16()
     if input.is_nested or input.numel() == 0:
         return F.linear(input.bfloat16(), weight, bias)
@@ -53,7 +57,10 @@ def linear(module: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002  # as `nn.
 
 
 class _Product(torch.autograd.Function):
-    """y = x W^T for BF16 x [m, k] and W [n, k]: all three products in FP8, with sums in FP32 and results in BF16."""
+    """y = x W^T for BF16 x [m, k] and W [n, k]: products in FP8, sums in FP32, results in BF16.
+
+    The product for the weight's gradient is in BF16 if m is no multiple of `ALIGNMENT`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -69,7 +76,7 @@ class _Product(torch.autograd.Function):
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
             of_x = _multiply(low, _by_columns(low_weight), scale, scale_weight)
-        if ctx.needs_input_grad[1] and len(low) % MULTIPLE == 0:
+        if ctx.needs_input_grad[1] and len(low) % ALIGNMENT == 0:
             of_weight = _multiply(low.t().contiguous(), _by_columns(low_x), scale, scale_x)
         elif ctx.needs_input_grad[1]:
             of_weight = gradient.t() @ (low_x.float() * scale_x).bfloat16()
@@ -79,7 +86,7 @@ class _Product(torch.autograd.Function):
 def _scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns x / s in `dtype` and s, fp32 [], so that the largest value becomes the largest of `dtype`.
 
-    NaN and infinity become NaN, which the step then skips.
+    One NaN or infinite value makes the whole product NaN, and the step is skipped.
     """
     scale = x.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
     return (x.float() / scale).to(dtype), scale
@@ -87,9 +94,10 @@ def _scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def _multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
     """Returns the product of a [m, k], by rows, and b [k, n], by columns."""
-    # Private, like PyTorch's own uses of it: Inductor chooses kernels for it, and in 2.11 not for `scaled_mm`.
+    # Private: in PyTorch 2.11, Inductor chooses kernels for it, and not for the public `scaled_mm`.
     return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
 
 
 def _by_columns(x: Tensor) -> Tensor:
+    """Returns x, stored by columns."""
     return x.t().contiguous().t()

@@ -1,4 +1,4 @@
-"""Runs each layer in the precision that the plan gives it, under an autocast region of its own."""
+"""Runs each layer in the precision that the plan gives it."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ def supported_precisions(
 
 def fp8_layers(layers: Sequence[Layer], config: PrecisionConfig, device: torch.device) -> frozenset[str]:
     """Returns the names of layers that FP8 may be offered to, if the settings ask for it; call it before wrapping."""
-    is_asked_for = config.fp8 and fp8.has_fp8(device)
-    fit = (layer.name for layer in layers if fp8.fits_fp8(layer, is_wide=not config.allow_slow_precisions))
-    return frozenset(fit) if is_asked_for else frozenset()
+    if not (config.fp8 and fp8.has_fp8(device)):
+        return frozenset()
+    wide_only = not config.allow_slow_precisions
+    return frozenset(layer.name for layer in layers if fp8.fits_fp8(layer, wide_only=wide_only))
 
 
 def refused_precisions(
@@ -65,14 +66,15 @@ def refused_precisions(
     refused: dict[Precision, str] = {}
     if not config.allow_slow_precisions:
         refused.update(precisions_without_benefit(device.type, is_compiled=is_compiled))
-    if config.fp8 and not fp8.has_fp8(device):
+    if not config.fp8:
+        return refused
+    if not fp8.has_fp8(device):
         refused[Precision.FP8] = "this device has no FP8 instructions"
-    elif config.fp8 and not in_fp8:
-        least = fp8.MULTIPLE if config.allow_slow_precisions else fp8.LEAST_WIDTH
-        refused[Precision.FP8] = (
-            f"no linear layer has {least} inputs and outputs or more, in multiples of {fp8.MULTIPLE}"
-        )
-    elif config.fp8 and not (config.allow_slow_precisions or (is_compiled and device.type == "cuda")):
+    elif not in_fp8:
+        least = fp8.ALIGNMENT if config.allow_slow_precisions else fp8.LEAST_WIDTH
+        text = f"no linear layer has at least {least} inputs and outputs, in multiples of {fp8.ALIGNMENT}"
+        refused[Precision.FP8] = text
+    elif not (config.allow_slow_precisions or (is_compiled and device.type == "cuda")):
         refused[Precision.FP8] = "only code compiled for a GPU is faster in fp8"
     return refused
 
@@ -105,7 +107,7 @@ class _Region:
 
 
 class LayerPrecision:
-    """Runs each layer's forward function under `torch.autocast` to its dtype, or without autocast in FP32.
+    """Runs each layer's forward function under `torch.autocast` to its dtype, without it in FP32, and FP8 by `fp8`.
 
     Between layers, autocast's own policy applies, with the plan's most common low dtype. Embeddings, norms and residual
     sums are FP32 as under `torch.amp`; batch normalization follows its input. Functions for which autocast refuses to
@@ -136,9 +138,9 @@ class LayerPrecision:
         self._name_of = {module: layer.name for layer in layers for module in layer.modules}
         self._device_type = next(model.parameters()).device.type
         self._autocast_dtype: torch.dtype | None = None
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._compute_dtypes: dict[str, torch.dtype] = {}
         self.dtypes: Mapping[str, torch.dtype] = {}
-        """Name of a layer -> the dtype of its weights and outputs: BF16 for one that computes in FP8."""
+        """Name of a layer -> the dtype that its weights are cast to, and its outputs have: BF16 in FP8."""
         self._regions = {layer.name: _Region() for layer in layers}
         self._is_suspended = self.is_removed = False
         self._wrapped: list[tuple[nn.Module, Any]] = []
@@ -155,30 +157,29 @@ class LayerPrecision:
         unknown = sorted(set(precision) - set(self._regions))
         if unknown:
             raise KeyError(f"layers {unknown} are not in the model")
-        wanted = {**self._dtypes, **{name: DTYPES[level] for name, level in precision.items()}}
-        if wanted == self._dtypes:
+        wanted = {**self._compute_dtypes, **{name: DTYPES[level] for name, level in precision.items()}}
+        if wanted == self._compute_dtypes:
             return
-        self._dtypes = wanted
+        self._compute_dtypes = wanted
         self._update_regions()
-        dtypes = {name: torch.bfloat16 if dtype is fp8.E4M3 else dtype for name, dtype in wanted.items()}
-        self.dtypes = dtypes
-        self.weights.set(dtypes)
+        self.dtypes = {name: torch.bfloat16 if dtype is fp8.E4M3 else dtype for name, dtype in wanted.items()}
+        self.weights.set(self.dtypes)
         for norm in self._norms:
-            read_in = {dtypes[self._name_of[module]] for module in norm.following}
+            read_in = {self.dtypes[self._name_of[module]] for module in norm.following}
             norm.output_dtype = read_in.pop() if len(read_in) == 1 and not norm.has_other_readers else None
-        low = [dtype for dtype in dtypes.values() if dtype is not torch.float32]
+        low = [dtype for dtype in self.dtypes.values() if dtype is not torch.float32]
         # BF16 wins a tie: it cannot overflow.
         self._autocast_dtype = max((torch.bfloat16, torch.float16), key=low.count) if low else None
 
     @property
     def key(self) -> tuple[torch.dtype, ...]:
         """The layers' present dtypes, in the model's order; a captured step is valid for one key only."""
-        return tuple(self._dtypes.values())
+        return tuple(self._compute_dtypes.values())
 
     @property
     def needs_loss_scale(self) -> bool:
         """Whether any layer computes in FP16, whose gradients underflow without a scale."""
-        return torch.float16 in self._dtypes.values()
+        return torch.float16 in self._compute_dtypes.values()
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
@@ -219,7 +220,7 @@ class LayerPrecision:
         self._update_regions()
 
     def _update_regions(self) -> None:
-        for name, dtype in self._dtypes.items():
+        for name, dtype in self._compute_dtypes.items():
             self._regions[name].dtype = None if self._is_suspended else dtype
 
     def _wrap(self, module: nn.Module, region: _Region, own_kernels: bool) -> None:
@@ -236,7 +237,7 @@ class LayerPrecision:
                     return computed(module, *widened(args), **widened(kwargs))
             if region.dtype is fp8.E4M3:
                 with torch.autocast(device_type, enabled=False), showing(shown):
-                    return fp8.linear(module, *args, **kwargs)  # type: ignore[arg-type]  # offered to these alone
+                    return fp8.linear(module, *args, **kwargs)  # type: ignore[arg-type]  # only `nn.Linear` is offered FP8
             # Uncached: autocast's cache does not distinguish FP16 casts of a weight from BF16 casts.
             with torch.autocast(device_type, dtype=region.dtype, cache_enabled=False), showing(shown):
                 return computed(module, *args, **kwargs)

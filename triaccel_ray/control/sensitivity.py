@@ -132,15 +132,18 @@ class _Check:
         return [_fault(FaultKind.PRECISION_UNCHECKED, step, self._failure)] if self._failure else []
 
     def effect_of(self, change: Precisions) -> Effect:
-        """Returns the effect of a change, the mean over the ranks; NaN if it cannot be computed."""
+        """Returns the effect of a change, the mean over the ranks.
+
+        NaN if it cannot be computed, as for lack of memory; infinite if the model fails in these precisions alone.
+        """
         try:
             values = self._losses_and_change(change)
-        except Exception as error:  # as for lack of memory: training goes on unchecked
+        except Exception as error:  # recorded as a fault; training goes on
             if needs_gradients(error) and not self._needs_gradients:
                 self._needs_gradients = True
                 return self.effect_of(change)
-            self._failure, values = f"not checked on samples: {first_line(error)}", [math.nan] * 3
-            if self._before is not None and not is_out_of_memory(error):  # the change is what the model cannot take
+            self._failure, values = f"the check on samples failed: {first_line(error)}", [math.nan] * 3
+            if self._before is not None and not is_out_of_memory(error):
                 values = [self._before[0], math.inf, math.inf]
         finally:
             self._training.precision.set(self._in_force)

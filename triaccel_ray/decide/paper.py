@@ -34,8 +34,8 @@ def paper_rules(config: ControlConfig) -> ControlConfig:
             patience_ticks=1,
             allow_slow_precisions=True,
             fp8=False,
-            initial=_printed(config.precision.initial),
-            initial_layers={name: _printed(level) for name, level in config.precision.initial_layers.items()},
+            initial=_without_fp8(config.precision.initial),
+            initial_layers={name: _without_fp8(level) for name, level in config.precision.initial_layers.items()},
         ),
         curvature=replace(config.curvature, method=method, smoothing=0.0, alpha=config.curvature.alpha or ALPHA),
         batch=replace(
@@ -49,5 +49,6 @@ def paper_rules(config: ControlConfig) -> ControlConfig:
     )
 
 
-def _printed(level: Precision) -> Precision:
+def _without_fp8(level: Precision) -> Precision:
+    """Returns FP16 for FP8, which the paper does not have."""
     return Precision.FP16 if level is Precision.FP8 else level

@@ -12,9 +12,7 @@ from triaccel_ray.records.signals import LayerSignal, Observation
 from triaccel_ray.records.state import ControlState, LayerState, nearest_supported
 
 
-def precision_for_variance(
-    config: PrecisionConfig, variance: float, supported: Collection[Precision] = ()
-) -> Precision:
+def precision_for_variance(config: PrecisionConfig, variance: float, supported: Collection[Precision]) -> Precision:
     """Returns FP16 below tau_low, FP32 from tau_high on, BF16 between (Tri-Accel, section 3.1).
 
     A layer that supports FP8 has it in place of FP16.

@@ -14,7 +14,10 @@ _MAX_LOSS_INCREASE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """What a change of precisions does to the same samples; NaN where it could not be computed."""
+    """What a change of precisions does to the same samples.
+
+    NaN where it could not be computed, infinite where the model fails in the new precisions.
+    """
 
     loss_before: float
     loss: float

@@ -56,11 +56,11 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
     # Private, like the methods it calls: the Trainer has no public method around the steps.
     def _inner_training_loop(
         self,
-        *_: Any,
+        batch_size: int | None = None,
+        args: Any = None,
         resume_from_checkpoint: str | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
-        **__: Any,
     ) -> TrainOutput:
         require_supported(self)
         self.accelerator.free_memory()
@@ -90,7 +90,7 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
 
     def _new_loop(self, config: ControlConfig, source: DataSource, total: int) -> ControlLoop:
         """Returns a new loop, whose schedule ends after `total` batches of the first size."""
-        self.lr_scheduler: Any = None if self._created_lr_scheduler else self.lr_scheduler  # that of an earlier `train`
+        self.lr_scheduler: Any = None if self._created_lr_scheduler else self.lr_scheduler  # an earlier `train` made it
         self.create_optimizer_and_scheduler(total)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))

@@ -166,7 +166,7 @@ class FaultKind(StrEnum):
     LOWERING_REFUSED = "lowering_refused"
     """Layers keep their precision, because a lower one raised the loss or changed the outputs."""
     PRECISION_UNCHECKED = "precision_unchecked"
-    """Precisions could not be checked on samples, and take effect unchecked."""
+    """A check on samples failed. A precision in which only the model fails is refused; others take effect."""
     NOT_A_LAYER = "not_a_layer"
     """Weights that belong to no layer keep their precision and learning rate."""
     COMPILED = "compiled"

@@ -48,11 +48,11 @@ def submit(words: Sequence[str], *, name: str | None, address: str | None) -> in
     """Submits `triaccel WORDS` as a job and prints how to follow and stop it."""
     job, notes = submission(words, name=name)
     with job_client(address) as client:
-        name = client.submit_job(**job)
+        job_id = client.submit_job(**job)
     err.print("\n".join(notes), soft_wrap=True)
     on = _address_option(address)
-    out.print(f"submitted: {name}", soft_wrap=True)
-    out.print(f"look: triaccel logs {name} --follow{on}    stop: triaccel stop {name}{on}", soft_wrap=True)
+    out.print(f"submitted: {job_id}", soft_wrap=True)
+    out.print(f"look: triaccel logs {job_id} --follow{on}    stop: triaccel stop {job_id}{on}", soft_wrap=True)
     return 0
 
 
@@ -184,10 +184,10 @@ WHAT_KEY, RESUME_KEY = "triaccel.what", "triaccel.resume"
 
 
 def submission(words: Sequence[str], *, name: str | None) -> tuple[dict[str, Any], list[str]]:
-    """Returns the job that runs `triaccel WORDS` on a cluster, as if it were typed in the current folder.
+    """Returns the arguments of `JobSubmissionClient.submit_job` for `triaccel WORDS`, and notes for the user.
 
-    These are the arguments of `JobSubmissionClient.submit_job`, which all who may list jobs can read, and what to tell
-    the user. Paths become absolute: a relative one would lie in the job's temporary folder, and be deleted with it.
+    The job runs as if typed in the current folder. All who may list jobs can read the arguments. Paths become absolute:
+    a relative one would lie in the job's temporary folder, and be deleted with it.
 
     Args:
         words: command and options.

@@ -42,7 +42,7 @@ def watching(address: str) -> Iterator[None]:
         yield
         return
     done, lost = threading.Event(), threading.Event()
-    before = signal.signal(_SIGNAL, signal.default_int_handler)  # no other exception leaves Ray's waiting calls
+    before = signal.signal(_SIGNAL, signal.default_int_handler)  # KeyboardInterrupt leaves Ray's waiting calls
     thread = threading.Thread(target=_watch, args=(address, done, lost), name="head-watch", daemon=True)
     thread.start()
     try:

@@ -54,7 +54,7 @@ METHOD_STYLES: Final[Mapping[str, tuple[str, str]]] = {
 """Method -> marker and color, the same in every figure."""
 
 PRECISION_COLORS: Final = {Precision.FP8: PINK, Precision.FP16: AMBER, Precision.BF16: SKY, Precision.FP32: NAVY}
-"""Higher precisions are darker."""
+"""Higher precisions are darker, except FP8, which stands apart."""
 STORAGE_COLORS: Final = {Storage.KEEP: NAVY, Storage.RECOMPUTE: AMBER, Storage.OFFLOAD: SKY}
 
 DASHED: Final = (0, (5, 3))

@@ -227,8 +227,8 @@ def _warm_up_cpu(spec: RunSpec, control: ControlConfig, task: Task, train: DataS
     levels = [precision.initial]
     if precision.enabled:
         slow = precisions_without_benefit("cpu", is_compiled=control.execution.compile == "on")
-        offered = set(Precision) if precision.allow_slow_precisions else set(Precision) - set(slow)
-        levels = [level for level in Precision if level in offered and (level is not Precision.FP8 or precision.fp8)]
+        slow = {} if precision.allow_slow_precisions else {**slow, Precision.FP8: "a CPU is never faster in it"}
+        levels = [level for level in Precision if level not in slow and (precision.fp8 or level is not Precision.FP8)]
     source = _FirstSamples(train, 2 * batch_size)
     # An error here will occur in the run, too, which then has a log to record it.
     with contextlib.suppress(Exception), forbidding_exit():
