@@ -231,7 +231,7 @@ def control_configs(draw: st.DrawFn, **batch: Any) -> ControlConfig:
 def machines(**fixed: Any) -> st.SearchStrategy[Machine]:
     """Machines on which some batch sizes fit and some do not."""
     drawn: dict[str, st.SearchStrategy[Any]] = {
-        "supported": st.sampled_from([USUAL, (FP16, FP32), (BF16, FP32), (FP32,)]),
+        "supported": st.sampled_from([USUAL, tuple(Precision), (FP8, BF16, FP32), (FP16, FP32), (BF16, FP32), (FP32,)]),
         "fixed_bytes": st.integers(0, 5000),
         "bytes_per_sample": st.integers(0, 100),
         "limit_bytes": st.integers(5000, 50_000),

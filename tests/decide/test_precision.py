@@ -157,15 +157,15 @@ def test_a_failed_hold_waits_for_the_next_measurement_and_other_layers_lose_noth
 variances = st.none() | st.floats(0.0, 1.0)
 states = st.builds(
     LayerState,
-    by_variance=st.sampled_from(USUAL),
+    by_variance=st.sampled_from(Precision),
     ticks_since_change=st.integers(0, 5),
     lower_votes=st.integers(0, 5),
     held=st.booleans(),
 )
-supports = st.sampled_from([USUAL, (FP16, FP32), (BF16, FP32), (FP32,)])
+supports = st.sampled_from([USUAL, WITH_FP8, (FP8, BF16, FP32), (FP16, FP32), (BF16, FP32), (FP32,)])
 
 
-@given(precision_configs(), st.sampled_from(USUAL), states, supports, st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+@given(precision_configs(), st.sampled_from(Precision), states, supports, st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_higher_variance_never_gives_lower_precision(config, in_force, state, supported, one, other):
     lower, higher = (tick(config, in_force, state, value, supported)[0] for value in sorted((one, other)))
     assert lower.rank <= higher.rank
@@ -177,7 +177,7 @@ def test_a_hold_raises_by_one_level(config, state, variance):
     assert tick(config, BF16, replace(state, held=True), variance)[0] is promoted(free)
 
 
-@given(precision_configs(), supports, st.sampled_from(USUAL), st.lists(variances, max_size=30))
+@given(precision_configs(), supports, st.sampled_from(Precision), st.lists(variances, max_size=30))
 def test_precisions_are_supported_and_the_variance_rule_keeps_its_dwell(config, supported, initial, seen):
     in_force = nearest_supported(initial, supported)
     state = LayerState(by_variance=in_force, ticks_since_change=config.dwell_ticks)
