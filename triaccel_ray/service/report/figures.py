@@ -180,7 +180,7 @@ def _draw_memory(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], bat
     for share, text, color in ((1.0, "limit", INK), (batch.rho_high, high, RED), (batch.rho_low, low, ORANGE)):
         level = idle + share * (limits - idle)  # rho counts above the idle memory, which no batch size changes
         axes.stairs(level, edges, baseline=None, color=color, linewidth=1.2, label=text)
-    legend(axes, ncols=3, **drawing.ABOVE)
+    legend(axes, ncols=3, columnspacing=1.4, handlelength=1.2, **drawing.ABOVE)
 
 
 def _draw_by_epoch(axes: Axes, epochs: Sequence[Epoch], values: Sequence[float]) -> None:
