@@ -118,7 +118,7 @@ def test_a_layer_that_shares_its_weight_with_an_embedding_may_not() -> None:
 @pytest.mark.parametrize(
     ("capability", "layers", "is_compiled", "reason"),
     [((9, 0), {"0"}, True, None), ((8, 9), {"0"}, True, None), ((8, 0), set(), True, "no FP8 instructions"),
-     ((9, 0), set(), True, "no linear layer has at least 2048 inputs and outputs"),
+     ((9, 0), set(), True, "fp8 needs a linear layer with at least 2048 inputs and outputs"),
      ((9, 0), {"0"}, False, "only code compiled for a GPU")],
 )  # fmt: skip
 def test_fp8_is_refused_with_the_reason(
@@ -209,7 +209,7 @@ def test_a_model_without_wide_layers_trains_without_and_says_so() -> None:
         loop.train_epoch()
         assert FP8 not in loop.plan.precision.values()
     details = [each.detail for each in faults if each.kind is FaultKind.PRECISION_REFUSED]
-    text = "no linear layer has at least 2048 inputs and outputs, in multiples of 16: it is not offered"
+    text = "fp8 needs a linear layer with at least 2048 inputs and outputs, in multiples of 16: it is not offered"
     assert text in details
 
 

@@ -72,7 +72,7 @@ def refused_precisions(
         refused[Precision.FP8] = "this device has no FP8 instructions"
     elif not in_fp8:
         least = fp8.ALIGNMENT if config.allow_slow_precisions else fp8.LEAST_WIDTH
-        text = f"no linear layer has at least {least} inputs and outputs, in multiples of {fp8.ALIGNMENT}"
+        text = f"fp8 needs a linear layer with at least {least} inputs and outputs, in multiples of {fp8.ALIGNMENT}"
         refused[Precision.FP8] = text
     elif not (config.allow_slow_precisions or (is_compiled and device.type == "cuda")):
         refused[Precision.FP8] = "only code compiled for a GPU is faster in fp8"
