@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -101,7 +101,8 @@ def name_in_use(name: str, where: str) -> ValueError:
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes `text` to `path` atomically: the file holds either the old text or all of the new."""
-    partial_path = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # No process ID in the name: in a shared folder, another machine may have a process of the same ID.
+    partial_path = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     partial_path.write_text(text)
     partial_path.replace(path)
 
