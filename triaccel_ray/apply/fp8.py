@@ -66,7 +66,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         (low_x, scale_x), (low_weight, scale_weight) = _scaled(x, E4M3), _scaled(weight, E4M3)
         ctx.save_for_backward(low_x, scale_x, low_weight, scale_weight)
-        return _multiply(low_x, low_weight.t(), scale_x, scale_weight)
+        return _multiply(low_x, low_weight.t(), scale_x, scale_weight, is_forward=True)
 
     @staticmethod
     @once_differentiable
@@ -92,10 +92,13 @@ def _scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).to(dtype), scale
 
 
-def _multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-    """Returns the product of a [m, k], by rows, and b [k, n], by columns."""
+def _multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, is_forward: bool = False) -> Tensor:
+    """Returns the product of a [m, k], by rows, and b [k, n], by columns.
+
+    In the forward pass, tensor cores keep fewer digits of the sums, which is faster. Gradients need more.
+    """
     # Private: in PyTorch 2.11, Inductor chooses kernels for it, and not for the public `scaled_mm`.
-    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
+    return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=is_forward)
 
 
 def _by_columns(x: Tensor) -> Tensor:
