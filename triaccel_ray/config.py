@@ -158,7 +158,7 @@ class PrecisionConfig(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        levels = [("initial", self.initial), *(("initial_layers", each) for each in self.initial_layers.values())]
+        levels = [("precision", self.initial), *(("initial_layers", each) for each in self.initial_layers.values())]
         for name, level in levels:
             require(isinstance(level, Precision), name, level, "must be a Precision")
             require(self.fp8 or level is not Precision.FP8, name, level.value, "needs --fp8 on, or fp8=True")

@@ -30,7 +30,7 @@ from triaccel_ray.measure.timing import StepTimer
 from triaccel_ray.model.layers import Loss
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.events import Tick
-from triaccel_ray.records.plan import Plan, Precision
+from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision
 
 
 class ControlLoop(EpochLoop):
@@ -309,6 +309,13 @@ class ControlLoop(EpochLoop):
         self.state = decode(ControlState, state["control"])
         self._actuators.load_state_dict(state, dict(self._training.supported))
         self.num_steps, self.num_ticks, self._epoch.num_steps = state["counters"]
+        stored = state["plan"]["precision"]
+        changed = {name: level for name, level in self.plan.precision.items() if level != stored[name]}
+        if changed:
+            moved = ", ".join(f"{name} {stored[name]} -> {level}" for name, level in changed.items())
+            text = f"not offered where the run is resumed: {moved}"
+            fault = Fault(kind=FaultKind.PRECISION_REFUSED, step=self.num_steps, phase="precision", detail=text[:500])
+            self.sensors.record_faults([fault])
         self.timer.restart()
         self._ranks.require_equal("the checkpoint", [*state["counters"], *state["micro_batches"], state["control"]])
 

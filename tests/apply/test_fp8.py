@@ -250,12 +250,14 @@ def test_a_run_that_resumes_where_fp8_is_not_offered_goes_on_in_the_next_precisi
     with closing(loop_of(replace(fixed, fp8=False, initial=BF16, allow_slow_precisions=False))) as resumed:
         resumed.load_state_dict(state)
         assert set(resumed.plan.precision.values()) <= {BF16, FP32}
+        details = [fault.detail for fault in resumed.tick().observation.faults]
+        assert any(each.startswith("not offered where the run is resumed: 0 fp8 -> ") for each in details)
         resumed.train_epoch()
 
 
 def test_fp8_as_the_first_precision_must_be_asked_for() -> None:
-    for settings in ({"initial": FP8}, {"initial_layers": {"head": FP8}}):
-        with pytest.raises(ValueError, match=r"initial.* = 'fp8': needs --fp8 on, or fp8=True"):
+    for name, settings in (("precision", {"initial": FP8}), ("initial_layers", {"initial_layers": {"head": FP8}})):
+        with pytest.raises(ValueError, match=f"{name} = 'fp8': needs --fp8 on, or fp8=True"):
             PrecisionConfig(**settings)
 
 

@@ -75,6 +75,9 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     # options of all commands that train
     ("run digits --loss-scale 0.5", "initial (loss_scale) = 0.5: must lie in [1, 16777216]"),
     ("run digits --initial-layers conv1=fp4", "initial_layers.conv1 = 'fp4'"),
+    ("run digits --precision fp8", "precision = 'fp8': needs --fp8 on, or fp8=True"),
+    ("run digits --initial-layers conv1=fp8", "initial_layers = 'fp8': needs --fp8 on, or fp8=True"),
+    ("tune-batch digits --precision fp8", "precision = 'fp8': needs --fp8 on, or fp8=True"),
     ("run digits --initial-layers conv1", "initial_layers = ('conv1',): must be LAYER=PRECISION, each layer once"),
     ("run digits --initial-layers conv1=fp32 conv1=bf16", "must be LAYER=PRECISION, each layer once"),
     ("run digits --data-dir ~nobody-at-all/x", "names a user whom this machine does not know"),

@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+def partial_path(path: Path) -> Path:
+    """Returns a new name beside `path`, for a file that is to replace it."""
+    # No process ID: in a shared folder, another machine may have a process of the same ID.
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+
+
 @contextlib.contextmanager
 def whole_file(path: Path, confirm: Callable[[], None] | None = None) -> Iterator[BinaryIO]:
     """Yields a file to write to, which replaces `path` when the block ends, once it is complete on disk.
@@ -17,8 +23,7 @@ def whole_file(path: Path, confirm: Callable[[], None] | None = None) -> Iterato
     `confirm` is called just before. If it or anything else raises, `path` is unchanged. Otherwise the file stays open.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # No process ID in the name: in a shared folder, another machine may have a process of the same ID.
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    partial = partial_path(path)
     file = partial.open("xb")
     try:
         yield file

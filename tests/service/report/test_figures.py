@@ -24,7 +24,7 @@ from tests.service.records import RUN_SPEC
 from triaccel_ray.measure.memory import MIB
 from triaccel_ray.records.events import Epoch, Event, Tick, read_events
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.records.plan import Storage
+from triaccel_ray.records.plan import Precision, Storage
 from triaccel_ray.records.signals import MemoryProfile, RegionSignal
 from triaccel_ray.service.report.drawing import PRECISION_COLORS, front, shorten
 from triaccel_ray.service.report.figures import (
@@ -100,6 +100,10 @@ def test_the_heatmap_shows_each_precision_as_long_as_it_was_in_force(tmp_path: P
     for level in USUAL:
         assert areas[level] / sum(areas.values()) == pytest.approx(counts[level] / sum(counts.values()), abs=0.02)
     assert min(counts[level] for level in USUAL) > 0
+    plan = replace(ticks[0].observation.plan, precision=dict.fromkeys(RESNET, Precision.FP8))
+    first = replace(ticks[0], observation=replace(ticks[0].observation, plan=plan))
+    share = f"FP8  {100 / len(ticks):.0f}%"
+    assert share in texts(precision_heatmap([first, *ticks[1:]]))
     assert {*RESNET, "digits", "optimizer step", "Precision of each layer"} <= texts(figure)
 
 

@@ -227,8 +227,9 @@ def _warm_up_cpu(spec: RunSpec, control: ControlConfig, task: Task, train: DataS
     levels = [precision.initial]
     if precision.enabled:
         slow = precisions_without_benefit("cpu", is_compiled=control.execution.compile == "on")
-        slow = {} if precision.allow_slow_precisions else {**slow, Precision.FP8: "a CPU is never faster in it"}
-        levels = [level for level in Precision if level not in slow and (precision.fp8 or level is not Precision.FP8)]
+        left_out = set() if precision.allow_slow_precisions else {*slow, Precision.FP8}  # FP8 is slow on every CPU
+        left_out |= set() if precision.fp8 else {Precision.FP8}
+        levels = [level for level in Precision if level not in left_out]
     source = _FirstSamples(train, 2 * batch_size)
     # An error here will occur in the run, too, which then has a log to record it.
     with contextlib.suppress(Exception), forbidding_exit():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from triaccel_ray.records.codec import decode, encode
+from triaccel_ray.records.durable import partial_path
 from triaccel_ray.records.events import LogError
 
 T = TypeVar("T")
@@ -101,10 +101,9 @@ def name_in_use(name: str, where: str) -> ValueError:
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes `text` to `path` atomically: the file holds either the old text or all of the new."""
-    # No process ID in the name: in a shared folder, another machine may have a process of the same ID.
-    partial_path = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    partial_path.write_text(text)
-    partial_path.replace(path)
+    partial = partial_path(path)
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def write_value(path: Path, value: Any) -> None:
