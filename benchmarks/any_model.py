@@ -4,6 +4,7 @@
     reduce-overhead  the same compiled with `torch.compile(mode="reduce-overhead")`, the loss too; images channels_last
     graph            model and loss compiled, the whole step in one CUDA graph captured by hand, with the optimizer
     loop             `ControlLoop` with its defaults at this batch size: a tick every 50 steps, curvature every 200
+    fp8              loop, in FP8 from the first step where a layer is wide enough for it
     bare             loop, without ticks, curvature and changes of precision
     checkpointed     bare, with activations="recompute"
     lean             bare, with weights="split" and step_in_backward
@@ -26,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from multiprocessing import Manager
 from typing import Any, NamedTuple
 
@@ -38,8 +40,9 @@ from triaccel_ray.cuda.allocator import use_lean_memory
 from triaccel_ray.data.sampler import epoch_order
 from triaccel_ray.measure.memory import MemoryMeter, memory_meter
 from triaccel_ray.model.pytree import map_tensors
+from triaccel_ray.records.plan import Precision
 
-OURS = ("loop", "bare", "checkpointed", "lean", "lean-8bit")
+OURS = ("loop", "fp8", "bare", "checkpointed", "lean", "lean-8bit")
 METHODS = ("amp", "reduce-overhead", "graph", *OURS)
 LOSS_STEPS = (180, 200)
 """Range of steps over which the training loss is averaged for comparison."""
@@ -168,7 +171,9 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
 
     most = max(job.batch_size, 512)
     config = ControlConfig(batch=BatchConfig(enabled=False, minimum=job.batch_size, start=job.batch_size, maximum=most))
-    if method != "loop":
+    if method == "fp8":
+        config = replace(config, precision=PrecisionConfig(fp8=True, initial=Precision.FP8))
+    elif method != "loop":
         config = ControlConfig(
             every_steps=10**9, batch=config.batch, precision=PrecisionConfig(enabled=False),
             curvature=CurvatureConfig(enabled=False),

@@ -18,12 +18,14 @@ from triaccel_ray.trainables.text import GPT
 SIZES = {
     "convnext_tiny": 64, "vit_small": 64, "bert_base": 32, "gpt": 64, "resnet18": 96, "resnet18_512": 512,
     "efficientnet_b0": 96, "gpt_350m": 4, "gpt_350m_16": 16, "resnet152": 64, "gpt2": 16, "llama": 16,
+    "gpt_2048": 8, "gpt_4096": 8,
 }  # fmt: skip
 """Model -> batch size."""
 TIMM_PREFIX = "timm:"
 """What the name of any other model of timm begins with."""
 TIMM_BATCH_SIZE = 64
 GPTS = {"gpt": (6, 384, 6, 256)} | dict.fromkeys(("gpt_350m", "gpt_350m_16"), (24, 1024, 16, 1024))
+GPTS |= {"gpt_2048": (4, 2048, 16, 1024), "gpt_4096": (2, 4096, 32, 1024)}
 """Model -> blocks, width, heads, tokens."""
 LANGUAGE_MODELS = {
     "gpt2": ("GPT2LMHeadModel", {"vocab_size": 50304}),
@@ -37,7 +39,7 @@ WITH_TENSORS = [name for name in SIZES if NEEDS.get(name) != "transformers"]
 """Models whose inputs are one tensor; those of the others are a mapping."""
 NUM_SAMPLES = {
     "convnext_tiny": 2048, "vit_small": 2048, "efficientnet_b0": 2016, "resnet18": 4128, "gpt_350m": 512,
-    "gpt_350m_16": 512, "resnet152": 512,
+    "gpt_350m_16": 512, "resnet152": 512, "gpt_2048": 512, "gpt_4096": 512,
 }  # fmt: skip
 """Model -> number of samples, in whole batches; 4096 for other models."""
 
