@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -121,7 +122,7 @@ def test_trajectories_are_those_of_kept_activations(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(step_in_backward, "BUCKET_ELEMENTS", 30)
     monkeypatch.setattr(offload, "MIN_BYTES", 64)
     found = []
-    for storage in Storage:
+    for storage in (Storage.KEEP, Storage.RECOMPUTE, Storage.OFFLOAD):
         execution = ExecutionConfig(activations=storage.value)
         loop, _ = loop_of(Network(), images(40), replace(IN_BF16, step_in_backward=True, execution=execution))
         assert len(loop._training.steps.step.activations.storage) == (0 if storage is Storage.KEEP else 3)
@@ -283,7 +284,7 @@ def fused_step(model: nn.Module, fixed: Storage | None = None) -> Step:
     step, fusion, regions = step_of(model, images(8, size=32)), fused(model), find_regions(model)
     step.fusion = fusion
     step.activations = Activations(
-        regions, CPU, fixed=fixed, divide=lambda: divide(model, fusion.module, list(regions))
+        regions, CPU, fixed=fixed, divide=partial(divide, model, fusion.module, list(regions))
     )
     return step
 

@@ -8,9 +8,10 @@ from typing import Any
 from tests.decide.build import USUAL, memory_signal, observation_of, out_of_memory
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import Decision, decide, initial_decision
-from triaccel_ray.decide.memory import RECOMPUTE, Measured, added_ms, cheapest_plan, modelled_bytes, sums_bytes
+from triaccel_ray.decide.memory import Measured, added_ms, cheapest_plan, modelled_bytes, sums_bytes
 from triaccel_ray.records.plan import Fault, Plan
 from triaccel_ray.records.signals import LayerSignal, MemoryProfile, Observation, RegionSignal
+from triaccel_ray.records.state import recomputing_all
 
 MIB = 2**20
 REGIONS = tuple("abcdef")
@@ -96,7 +97,7 @@ class Run:
         device, passed = self.device, self.plan
         if device.peak_bytes(passed) <= device.available_bytes:
             return passed, ()
-        passed = replace(passed, storage=dict.fromkeys(REGIONS, RECOMPUTE))
+        passed = replace(passed, storage=recomputing_all(REGIONS, passed.storage))
         while device.peak_bytes(passed) > device.available_bytes:
             assert passed.micro_batch_size > 1, "out of memory for good"
             passed = replace(passed, num_micro_batches=2 * passed.num_micro_batches)

@@ -21,7 +21,7 @@ from triaccel_ray.decide.memory import (
 from triaccel_ray.records.plan import Storage
 from triaccel_ray.records.signals import MemoryProfile, RegionSignal
 
-KEEP, RECOMPUTE, OFFLOAD = Storage
+KEEP, RECOMPUTE, OFFLOAD, JOIN = Storage
 SAVED, INPUT, MOVED = 100, 20, 90
 GRADIENTS = 2 * INPUT
 """Of a region's output and input, while its backward pass runs."""

@@ -25,6 +25,7 @@ from triaccel_ray.model.pytree import tensors_in
 from triaccel_ray.model.regions import Call, wrapped_calls
 from triaccel_ray.records.plan import Fault, FaultKind, Storage
 from triaccel_ray.records.signals import RegionSignal
+from triaccel_ray.records.state import recomputing_all
 
 
 class Activations:
@@ -32,7 +33,8 @@ class Activations:
 
     Some regions keep their tensors instead, once one of these is found. A region that writes into its inputs, or
     computes something else when called again, is not recomputed; none is once a captured step has drawn other random
-    numbers than the eager one. One that the host cannot pin memory for is not offloaded.
+    numbers than the eager one. One that the host cannot pin memory for is not offloaded. One that cannot join the
+    region before it is recomputed alone.
     """
 
     def __init__(
@@ -41,12 +43,13 @@ class Activations:
         device: torch.device,
         *,
         fixed: Storage | None = None,
-        divide: Callable[[], Divided] | None = None,
+        divide: Callable[[Collection[str]], Divided] | None = None,
     ) -> None:
         """Takes disjoint regions of a model by name, in module order; all are kept until `set`.
 
-        `fixed` is the storage of all regions, whatever the plan says. `divide` divides a fused model's graph; it is
-        called once a region is not kept. Regions that the graph does not contain are then left out.
+        `fixed` is the storage of all regions, whatever the plan says. `divide` divides a fused model's graph, with
+        these regions joined to those before them; it is called once a region is not kept. Regions that the graph does
+        not contain are then left out.
         """
         self.regions = dict(regions)
         """Name -> module of each region whose storage can be chosen."""
@@ -61,7 +64,11 @@ class Activations:
         self._device, self._fixed, self._divide = device, fixed, divide
         self._wanted: Mapping[str, Storage] = {}
         self._barred: set[tuple[str, Storage]] = set()
-        self._recomputed: dict[str, RecomputedRegion] = {}
+        self._recomputed: dict[tuple[str, ...], RecomputedRegion] = {}
+        self._segments: dict[str, tuple[str, ...]] = {}
+        """First region of a segment that is recomputed -> all its regions."""
+        self._before: Mapping[str, str] = {}
+        """Region that can join -> the region before it."""
         self._offloading: Offloading | None = None
         self._last_recomputed = ""
         """Name of the region last recomputed in this pass; empty before the first."""
@@ -113,8 +120,8 @@ class Activations:
     def recorder(
         self, num_samples: int, dtypes: tuple[torch.dtype, ...], *, is_captured: bool
     ) -> RegionRecorder | None:
-        """Returns the recorder for a pass of a micro-batch; None if costs are known, or not requested."""
-        if self.costs is None:
+        """Returns the recorder for a pass of a micro-batch; None if costs are known, not requested, or of segments."""
+        if self.costs is None or Storage.JOIN in self.storage.values():
             return None
         self._split()
         return self.costs.recorder((num_samples, dtypes), is_captured=is_captured)
@@ -135,6 +142,7 @@ class Activations:
                 each,
                 input_bytes=each.saved_bytes if (each.name, Storage.RECOMPUTE) in self._barred else each.input_bytes,
                 offloadable_bytes=0 if (each.name, Storage.OFFLOAD) in self._barred else each.offloadable_bytes,
+                can_join=each.name in self._before,
             )
             for each in found
         )
@@ -153,7 +161,7 @@ class Activations:
             differing = [name for name, region in self.regions.items() if type(region) is kind]
             why = "what changes state of its own, such as a cache (`use_cache=False`), cannot be computed again"
             return self._bar(differing, Storage.RECOMPUTE, why, step)
-        overwriting = [name for name, region in self._recomputed.items() if region.overwrites]
+        overwriting = [name for names, region in self._recomputed.items() if region.overwrites for name in names]
         return self._bar(overwriting, Storage.RECOMPUTE, "what writes into its input cannot be computed again", step)
 
     def exclude_unpinned(self, step: int, ranks: Ranks) -> tuple[Fault, ...]:
@@ -165,7 +173,9 @@ class Activations:
         return self._bar(unpinned, Storage.OFFLOAD, why, step)
 
     def _bar(self, names: Collection[str], storage: Storage, why: str, step: int) -> tuple[Fault, ...]:
-        kept = [name for name in self.regions if name in names and self.storage.get(name) is storage]
+        kept = [
+            name for name in self.regions if name in names and _alone(self.storage.get(name, Storage.KEEP)) is storage
+        ]
         self._barred.update((name, storage) for name in names)
         self._want(self._wanted)
         if not kept:
@@ -174,8 +184,8 @@ class Activations:
         return (Fault(kind=FaultKind.ACTIVATIONS_KEPT, step=step, phase="checkpoint", detail=text[:500]),)
 
     def _least(self) -> dict[str, Storage]:
-        recomputed = {name: Storage.RECOMPUTE for name in self.regions if (name, Storage.RECOMPUTE) not in self._barred}
-        return {**self.storage, **recomputed}
+        can_be = [name for name in self.regions if (name, Storage.RECOMPUTE) not in self._barred]
+        return {**self.storage, **recomputing_all(can_be, self.storage)}
 
     def _want(self, storage: Mapping[str, Storage]) -> None:
         """Puts `storage`, without KEEP, in force as far as it is possible."""
@@ -183,22 +193,38 @@ class Activations:
             self._split()
             self.request_costs()
         self._wanted = storage
-        self.storage = {
+        possible = {
             name: storage[name]
             for name in self.regions
-            if name in storage and (name, storage[name]) not in self._barred
+            if name in storage and (name, _alone(storage[name])) not in self._barred
         }
-        for name, each in self.storage.items():
-            if each is Storage.RECOMPUTE and name not in self._recomputed:
-                self._recomputed[name] = RecomputedRegion(self.regions[name], self.rng)
+        recomputed = {name for name, each in possible.items() if each.is_recomputed}
+        self.storage = {
+            name: each if self._before.get(name) in recomputed else _alone(each) for name, each in possible.items()
+        }
+        self._join()
         if self._offloading is None and Storage.OFFLOAD in self.storage.values():
             self._offloading = Offloading(self._device)
 
     def _split(self) -> None:
         """Divides a fused model into its regions, once."""
         if self._divide is not None and self.divided is None:
-            self.divided = self._divide()
-            self.regions = {name: region for name, region in self.regions.items() if name in self.divided.regions}
+            self.divided = self._divide(())
+            self._before = self.divided.before
+            self.regions = {name: self.regions[name] for name in self.divided.regions}
+
+    def _join(self) -> None:
+        """Collects the segments in force, and divides a fused model by them."""
+        segments: dict[str, list[str]] = {}
+        for name, each in self.storage.items():  # in the order of the graph, if there are any
+            if each.is_recomputed:
+                segments[name] = segments.pop(self._before[name]) if each is Storage.JOIN else []
+                segments[name].append(name)
+        joined = {name for name, each in self.storage.items() if each is Storage.JOIN}
+        was_joined = {name for names in self._segments.values() for name in names[1:]}
+        self._segments = {names[0]: tuple(names) for names in segments.values()}
+        if self._divide is not None and joined != was_joined:
+            self.divided = self._divide(joined)
 
     @contextlib.contextmanager
     def in_force(
@@ -214,15 +240,15 @@ class Activations:
             yield
             return
         regions: Mapping[str, nn.Module] = self.regions
+        is_divided = self.divided is not None and model is self.divided.module
         with contextlib.ExitStack() as stack:
             if self.divided is not None:
-                if model is self.divided.module:
-                    regions = {name: self.divided.regions[name] for name in self.regions}
-                recomputed = [name for name, each in self.storage.items() if each is Storage.RECOMPUTE]
-                stack.enter_context(self.divided.keeping_inputs_of(recomputed))
+                regions = self.divided.regions if is_divided else regions
+                stack.enter_context(self.divided.keeping_inputs_of(self._segments))
             if self._offloading is not None:
                 stack.enter_context(self._offloading.in_force())
-            stack.enter_context(wrapped_calls(regions, partial(self._call, surroundings, recorder)))
+            around = partial(self._call, surroundings, recorder, self._segments if is_divided else {})
+            stack.enter_context(wrapped_calls(regions, around))
             yield
             if recorder is not None:
                 recorder.finish()
@@ -231,6 +257,7 @@ class Activations:
         self,
         surroundings: Surroundings,
         recorder: RegionRecorder | None,
+        segments: Mapping[str, tuple[str, ...]],
         name: str,
         call: Call,
         /,
@@ -244,10 +271,10 @@ class Activations:
         if recorder is not None:
             recorded = recorder.begin(name, self.regions[name], tensors_in((args, kwargs)))
             call, excluding = recorded.counting(call), recorded.excluding
-        if storage is Storage.RECOMPUTE:
+        if storage is not None and storage.is_recomputed:
             again = partial(self._again, name, surroundings, excluding)
             self._last_recomputed = name  # if it raises
-            outputs = self._recomputed[name].run(call, again, *args, **kwargs)
+            outputs = self._recomputed_segment(segments.get(name, (name,))).run(call, again, *args, **kwargs)
             self._last_recomputed = ""
         elif storage is Storage.OFFLOAD:
             assert self._offloading is not None
@@ -261,6 +288,11 @@ class Activations:
             self._offloading.send(name if storage is Storage.OFFLOAD else "")
         return outputs
 
+    def _recomputed_segment(self, names: tuple[str, ...]) -> RecomputedRegion:
+        if names not in self._recomputed:
+            self._recomputed[names] = RecomputedRegion([self.regions[name] for name in names], self.rng)
+        return self._recomputed[names]
+
     @contextlib.contextmanager
     def _again(self, name: str, surroundings: Surroundings, excluding: Excluding) -> Iterator[None]:
         self._last_recomputed = name
@@ -272,3 +304,8 @@ class Activations:
             if is_out_of_memory(error):
                 raise
             raise CheckpointError(f"recomputing {name} failed: {first_line(error)}") from error
+
+
+def _alone(storage: Storage) -> Storage:
+    """Returns RECOMPUTE for JOIN."""
+    return Storage.RECOMPUTE if storage is Storage.JOIN else storage

@@ -21,7 +21,10 @@ class Divided:
 
     module: fx.GraphModule
     regions: Mapping[str, nn.Module]
-    """Name -> the submodule of `module` that computes the region; regions missing from the graph are left out."""
+    """Name -> the submodule of `module` that computes the region, or the segment that begins with it, in the order of
+    the graph; regions missing from the graph are left out."""
+    before: Mapping[str, str]
+    """Region that can join -> the region before it, from which alone its inputs come."""
     spared: Mapping[RecomputedInput, frozenset[str]]
     """Layer that recomputes its input -> the regions of the layer and of the calls that give its inputs."""
 
@@ -41,21 +44,25 @@ class Divided:
                 layer.keeps_input = False
 
 
-def divide(model: nn.Module, fused: fx.GraphModule, names: Collection[str]) -> Divided:
+def divide(
+    model: nn.Module, fused: fx.GraphModule, names: Collection[str], joined: Collection[str] = frozenset()
+) -> Divided:
     """Returns `fused`, the fused graph of `model`, with the regions called `names` split off as submodules.
 
     A region spans the graph from its first module to the next module outside it. Spans are contiguous, so the result
-    is the same wherever they begin. Regions that the graph calls in several spans are left out.
+    is the same wherever they begin. Regions that the graph calls in several spans are left out. Those in `joined` are
+    in one submodule with the region before them.
     """
     nodes, regions = list(fused.graph.nodes), _regions_of_nodes(model, fused, names)
     num_spans = Counter(name for name, _ in itertools.groupby(regions))
+    regions = [name if num_spans[name] == 1 else "" for name in regions]
     span_of: dict[fx.Node, int] = {}
     span_names: list[str] = []
+    last = ""
     for node, region in zip(nodes, regions, strict=True):
-        name = region if num_spans[region] == 1 else ""
-        if not span_names or name != span_names[-1]:
-            span_names.append(name)
-        span_of[node] = len(span_names) - 1
+        if not span_names or (region != last and region not in joined):
+            span_names.append(region)
+        span_of[node], last = len(span_names) - 1, region
     divided = split_module(fused, fused, span_of.__getitem__, keep_original_order=True)
     spared: dict[RecomputedInput, frozenset[str]] = {}
     for node in nodes:
@@ -63,7 +70,18 @@ def divide(model: nn.Module, fused: fx.GraphModule, names: Collection[str]) -> D
         if isinstance(layer, RecomputedInput):
             spared[layer] = frozenset(span_names[span_of[each]] for each in (node, *node.all_input_nodes))
     submodules = {name: divided.get_submodule(f"submod_{span}") for span, name in enumerate(span_names) if name}
-    return Divided(module=divided, regions=submodules, spared=spared)
+    before = _regions_before(dict(zip(nodes, regions, strict=True)))
+    return Divided(module=divided, regions=submodules, before=before, spared=spared)
+
+
+def _regions_before(regions: Mapping[fx.Node, str]) -> dict[str, str]:
+    """Returns each region whose inputs all come from the region right before it -> that one."""
+    inputs: dict[str, set[str]] = {}
+    for node, region in regions.items():
+        inputs.setdefault(region, set()).update(regions[each] for each in node.all_input_nodes)
+    names = [name for name, _ in itertools.groupby(regions.values())]
+    following = ((before, name) for before, name in itertools.pairwise(names) if before and name)
+    return {name: before for before, name in following if inputs[name] <= {before, name}}
 
 
 def _regions_of_nodes(model: nn.Module, fused: fx.GraphModule, names: Collection[str]) -> list[str]:

@@ -300,7 +300,7 @@ class Training:
             regions,
             self.device,
             fixed=None if chosen == "auto" else Storage(chosen),
-            divide=None if fusion is None else lambda: divide(self.model, fusion.module, list(regions)),
+            divide=None if fusion is None else partial(divide, self.model, fusion.module, list(regions)),
         )
         if activations.regions:
             if self.memory.has_budget:

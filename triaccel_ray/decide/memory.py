@@ -1,22 +1,24 @@
 """The memory planner: predicts what a plan of storage costs, and finds the cheapest plan that fits.
 
-The regions' saved tensors are kept, recomputed (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), or
-offloaded to the host and prefetched one region ahead (AccUDNN, Guo et al. 2018). AccUDNN's performance model chooses
-what to swap. Here recomputation and micro-batches compete with it, and measurements calibrate the model.
+The regions' saved tensors are kept, recomputed alone or in segments of several regions (Chen et al. 2016, "Training
+Deep Nets with Sublinear Memory Cost"), or offloaded to the host and prefetched one region ahead (AccUDNN, Guo et al.
+2018). AccUDNN's performance model chooses what to swap. Here recomputation and micro-batches compete with it, and
+measurements calibrate the model.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from triaccel_ray.decide.segments import joined, merged, segmentations
 from triaccel_ray.decide.storage_search import END, ONE_NS, Region, cheapest_storages
 from triaccel_ray.records.plan import Plan, Storage
 from triaccel_ray.records.signals import MemoryProfile, RegionSignal
 
-KEEP, RECOMPUTE, OFFLOAD = Storage
+KEEP, RECOMPUTE, OFFLOAD, JOIN = Storage
 UNDIVIDED_SHARE = 1.25
 """Where micro-batches change the results, fewer of them are preferred up to this multiple of the fastest plan's time.
 Batch normalization then takes its statistics from the parts, which is worth a quarter of a step's time, not its double:
@@ -69,18 +71,27 @@ def modelled_bytes(profile: MemoryProfile, storage: Mapping[str, Storage], micro
 
     With held(i) the bytes of region i between the passes (saved_bytes, input_bytes or what cannot be offloaded):
     max over i of sum_{j<i} held(j) + saved_bytes(i) + gradients(i) + offloadable_bytes(i-1) if that is offloaded, for
-    its copy is under way while region i runs, in either pass. Bytes are proportional to the micro-batch size.
+    its copy is under way while region i runs, in either pass. A segment runs as one region that saves what its regions
+    save, and holds the inputs of the first. Bytes are proportional to the micro-batch size.
 
     gradients(i) = min(2 * input_bytes(i), saved_bytes(i)) stands for the gradients of the region's output and input,
     which its backward pass holds at once: an output is about as large as an input. The bound is for regions that cannot
     be recomputed, whose input_bytes are their saved_bytes.
     """
-    held = peak = moving = 0
-    for region, kind in zip(_regions(profile), _kinds(profile, storage), strict=True):
-        peak = max(peak, held + region.running + moving)
-        held += region.held[kind]
-        moving = region.moved if kind == 2 else 0
-    return -(-peak * micro_batch_size // profile.micro_batch_size)
+    return -(-_peak_bytes(profile, storage) * micro_batch_size // profile.micro_batch_size)
+
+
+def _peak_bytes(profile: MemoryProfile, storage: Mapping[str, Storage]) -> int:
+    """Returns `modelled_bytes` of the profile's own micro-batch."""
+    held = before = peak = moving = moving_next = 0
+    for signal, region, kind in zip(profile.regions, _regions(profile), _kinds(profile, storage), strict=True):
+        if storage.get(signal.name) is not JOIN:
+            before, moving = held, moving_next
+            held += region.held[kind]
+            moving_next = region.moved if kind == 2 else 0
+        peak = max(peak, before + region.running + moving)
+        before += region.held[0]  # of a segment that may go on
+    return peak
 
 
 def sums_bytes(profile: MemoryProfile, num_micro_batches: int) -> int:
@@ -91,9 +102,10 @@ def sums_bytes(profile: MemoryProfile, num_micro_batches: int) -> int:
 def added_ms(profile: MemoryProfile, storage: Mapping[str, Storage], batch_size: int) -> float:
     """Returns the milliseconds that recomputation and transfers add to a step of `batch_size` samples.
 
-    A recomputed region adds its forward pass. The copy of an offloaded region i to the host starts with the forward
-    pass of region i+1, and region i+2 waits for it; the copy back starts with the backward pass of region i+1, and that
-    of region i waits for it. So each copy is exposed by what it takes longer than region i+1, and copies never queue.
+    A recomputed region adds its forward pass, in a segment or alone. The copy of an offloaded region i to the host
+    starts with the forward pass of region i+1, and region i+2 waits for it; the copy back starts with the backward pass
+    of region i+1, and that of region i waits for it. So each copy is exposed by what it takes longer than region i+1,
+    and copies never queue.
     Times are proportional to samples: the number of micro-batches does not change their sum.
     """
     return _per_batch(profile, _added_ns(_regions(profile), _kinds(profile, storage)), batch_size)
@@ -140,46 +152,72 @@ def cheapest_plan(
     """
     plan = measured.plan
     room = budget_bytes - measured.peak_bytes + modelled_bytes(profile, plan.storage, plan.micro_batch_size)
-    regions, choices = _regions(profile), _choices(profile, changeable)
+    choices = _choices(profile, changeable)
     pass_ms = _expected_pass_ms(profile, measured)
     base_ms = _plain_ms(profile, measured) - pass_ms * plan.num_micro_batches
     share = 1.0 if profile.can_split else UNDIVIDED_SHARE
-    found: list[tuple[float, int, int]] = []
+    found: list[tuple[float, int, dict[str, Storage]]] = []
     for parts in _numbers_of_parts(profile, plan, accumulate):
         least_ms = max(base_ms, 0.0) + pass_ms * parts
-        if found and (least_ms >= min(found)[0] or found[0][0] <= share * least_ms):
+        if found and (least_ms >= min(ms for ms, _, _ in found) or found[0][0] <= share * least_ms):
             break  # more parts are slower, or not faster by enough
         bound = room - _beyond_model_bytes(profile, measured, parts)
         bound = bound if most_bytes is None else min(bound, most_bytes - sums_bytes(profile, parts))
-        cheapest = cheapest_storages(regions, choices, bound * profile.micro_batch_size // -(-plan.batch_size // parts))
-        if cheapest is None:
+        storage = _cheapest_storage(profile, choices, bound * profile.micro_batch_size // -(-plan.batch_size // parts))
+        if storage is None:
             continue
-        cost, digits = cheapest
-        found.append((least_ms + _per_batch(profile, cost // ONE_NS, plan.batch_size), parts, digits))
-        if cost < ONE_NS:
+        storage_ms = added_ms(profile, storage, plan.batch_size)
+        found.append((least_ms + storage_ms, parts, storage))
+        if storage_ms == 0.0:
             break  # more parts would save no more
     if not found:
         return None
-    _, parts, digits = next(each for each in found if each[0] <= share * min(found)[0])
-    storage = _storage_of(profile, digits)
+    fastest_ms = min(ms for ms, _, _ in found)
+    _, parts, storage = next(each for each in found if each[0] <= share * fastest_ms)
     return MemoryPlan(storage=storage, num_micro_batches=parts, prediction=predict(profile, measured, storage, parts))
 
 
 def least_plan(profile: MemoryProfile, measured: Measured, *, changeable: Collection[str]) -> MemoryPlan:
     """Returns a plan of nearly the least predicted peak with the micro-batches in force: all that reduces it.
 
-    It is the better one of recomputing every region and of storing each one in its smallest form.
+    It is the best one of recomputing every region, alone or in segments, and of storing each in its smallest form.
     """
     plan, regions, choices = measured.plan, _regions(profile), _choices(profile, changeable)
-    plans = []
+    ways: list[dict[str, Storage]] = []
     for allowed in ((0, 1), (0, 1, 2)):
         digits = 0
         for region, kinds in zip(regions, choices, strict=True):
             digits = 3 * digits + min(set(kinds) & set(allowed), key=lambda kind: (region.held[kind], kind))
-        storage = _storage_of(profile, digits)
+        ways.append(_storage_of(profile.regions, digits))
+    recomputable = dict.fromkeys(_recomputable(profile, choices), RECOMPUTE)
+    ways += [joined(segments, recomputable) for segments in segmentations(profile.regions, recomputable)]
+    plans = []
+    for storage in ways:
         prediction = predict(profile, measured, storage, plan.num_micro_batches)
         plans.append(MemoryPlan(storage=storage, num_micro_batches=plan.num_micro_batches, prediction=prediction))
     return min(plans, key=lambda each: each.prediction.peak_bytes)
+
+
+def _cheapest_storage(
+    profile: MemoryProfile, choices: Sequence[tuple[int, ...]], room: int
+) -> dict[str, Storage] | None:
+    """Returns the storage of the profile's micro-batch that adds least time within `room` bytes; None if none fits.
+
+    First the regions alone, then in segments: of regions that are kept or recomputed together, and not offloaded.
+    """
+    found: list[dict[str, Storage]] = []
+    alone = cheapest_storages(_regions(profile), choices, room)
+    if alone is not None:
+        found.append(_storage_of(profile.regions, alone[1]))
+    recomputable = _recomputable(profile, choices)
+    for segments in () if alone and alone[0] < ONE_NS else segmentations(profile.regions, recomputable):
+        as_one = replace(profile, regions=tuple(map(merged, segments)))
+        kinds = [(0, 1) if each.name in recomputable else (0,) for each in as_one.regions]
+        if cheapest := cheapest_storages(_regions(as_one), kinds, room):
+            storage = joined(segments, _storage_of(as_one.regions, cheapest[1]))
+            if _peak_bytes(profile, storage) <= room:
+                found.append(storage)
+    return min(found, key=lambda each: (added_ms(profile, each, profile.micro_batch_size), len(each)), default=None)
 
 
 def _plain_ms(profile: MemoryProfile, measured: Measured) -> float:
@@ -226,16 +264,16 @@ def _region(profile: MemoryProfile, signal: RegionSignal) -> Region:
 
 
 def _kinds(profile: MemoryProfile, storage: Mapping[str, Storage]) -> list[int]:
-    order = {KEEP: 0, RECOMPUTE: 1, OFFLOAD: 2}
+    order = {KEEP: 0, RECOMPUTE: 1, OFFLOAD: 2, JOIN: 1}
     return [order[storage.get(region.name, KEEP)] for region in profile.regions]
 
 
-def _storage_of(profile: MemoryProfile, digits: int) -> dict[str, Storage]:
+def _storage_of(regions: Sequence[RegionSignal], digits: int) -> dict[str, Storage]:
     kinds: list[Storage] = []
-    for _ in profile.regions:
+    for _ in regions:
         digits, kind = divmod(digits, 3)
         kinds.append((KEEP, RECOMPUTE, OFFLOAD)[kind])
-    named = zip(profile.regions, reversed(kinds), strict=True)
+    named = zip(regions, reversed(kinds), strict=True)
     return {region.name: kind for region, kind in named if kind is not KEEP}
 
 
@@ -248,6 +286,10 @@ def _choices(profile: MemoryProfile, changeable: Collection[str]) -> list[tuple[
         offload = (2,) if has_link and region.offloadable_bytes > 0 else ()
         choices.append((0, *recompute, *offload) if region.name in changeable else (0,))
     return choices
+
+
+def _recomputable(profile: MemoryProfile, choices: Sequence[tuple[int, ...]]) -> list[str]:
+    return [region.name for region, kinds in zip(profile.regions, choices, strict=True) if 1 in kinds]
 
 
 def _numbers_of_parts(profile: MemoryProfile, plan: Plan, accumulate: int) -> list[int]:

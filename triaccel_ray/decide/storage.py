@@ -20,6 +20,7 @@ from triaccel_ray.decide.calibration import (
     timed_pass_ms,
 )
 from triaccel_ray.decide.memory import (
+    JOIN,
     OFFLOAD,
     RECOMPUTE,
     Measured,
@@ -33,7 +34,7 @@ from triaccel_ray.decide.memory import (
 from triaccel_ray.decide.throughput import Judgement, expected_cost_ms
 from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode, Storage
 from triaccel_ray.records.signals import MemoryProfile, Observation
-from triaccel_ray.records.state import MemoryState, Stored, ThroughputState, UnpaidPlan, storage_of_all
+from triaccel_ray.records.state import MemoryState, Stored, ThroughputState, UnpaidPlan, recomputing_all, storage_of_all
 
 _MOST_SHORT = 2
 """Number of plans in a row that may run short although predicted to fit, before no other is tried during the bar."""
@@ -220,7 +221,7 @@ def _after_failure(config: ControlConfig, observation: Observation, unchanged: M
     state = replace(state, predicted_bytes=None, predicted_ms=None)
     if ran_short and _is_smallest(config.batch, plan):
         state = _barred(config, state, observation)
-    least = dict.fromkeys(observation.regions, RECOMPUTE)
+    least = recomputing_all(observation.regions, plan.storage)
     if not stores_least(config, observation) or plan.storage == least:
         return replace(unchanged, state=state)
     stored = Stored(storage=least, num_micro_batches=plan.num_micro_batches)
@@ -323,7 +324,9 @@ def _changed(observation: Observation, unchanged: MemoryDecision, chosen: Memory
 def _plan_reason(observation: Observation, new: Stored, why: str, prediction: Prediction | None = None) -> Reason:
     """Returns the reason for a memory plan, such as `memory plan: 12 of 50 regions recomputed, 3 offloaded: ...`."""
     kinds = list(new.storage.values())
-    text = f"memory plan: {kinds.count(RECOMPUTE)} of {len(observation.regions)} regions recomputed"
+    num_recomputed = sum(kind.is_recomputed for kind in kinds)
+    text = f"memory plan: {num_recomputed} of {len(observation.regions)} regions recomputed"
+    text += f" in {kinds.count(RECOMPUTE)} segments" if JOIN in kinds else ""
     text += f", {kinds.count(OFFLOAD)} offloaded" if OFFLOAD in kinds else ""
     text += f", {new.num_micro_batches} micro-batches" if new.num_micro_batches > 1 else ""
     peak = observation.memory.window_peak_bytes

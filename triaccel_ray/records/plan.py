@@ -41,6 +41,13 @@ class Storage(StrEnum):
     """Only the region's inputs are saved; the backward pass computes the rest again (Chen et al. 2016)."""
     OFFLOAD = "offload"
     """They move to pinned host memory and back (AccUDNN; vDNN, Rhu et al. 2016)."""
+    JOIN = "join"
+    """The region is recomputed in one segment with the region before it, so not even its inputs are saved."""
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the backward pass computes the region again."""
+        return self in (Storage.RECOMPUTE, Storage.JOIN)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,6 +85,8 @@ class RegionSignal:
     """Milliseconds of its forward pass, which recomputing adds to the backward pass."""
     backward_ms: float
     """Milliseconds of its backward pass, without recomputation and transfers."""
+    can_join: bool = False
+    """Whether it can be recomputed in one segment with the region before it."""
 
 
 @dataclass(frozen=True, kw_only=True)

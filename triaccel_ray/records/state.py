@@ -259,6 +259,12 @@ def storage_of_all(activations: Activations, regions: Iterable[str]) -> dict[str
     return {} if activations in ("auto", "keep") else dict.fromkeys(regions, Storage(activations))
 
 
+def recomputing_all(regions: Iterable[str], storage: Mapping[str, Storage]) -> dict[str, Storage]:
+    """Returns the storage in which all regions are recomputed, in the segments of `storage` if there are any."""
+    joined = {name: kind for name, kind in storage.items() if kind is Storage.JOIN}
+    return {**dict.fromkeys(regions, Storage.RECOMPUTE), **joined}
+
+
 def nearest_supported(wanted: Precision, supported: tuple[Precision, ...]) -> Precision:
     """Returns the lowest supported precision that is not below `wanted`; FP32 when there is none."""
     allowed = [level for level in supported if level.rank >= wanted.rank]

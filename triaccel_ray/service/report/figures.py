@@ -272,16 +272,17 @@ def memory_plan(ticks: Sequence[Tick], *, subtitle: str = "") -> Figure:
     figure = drawing.new_figure(9.6, min(max(0.215 * len(regions), 0.9), 7.0) + 1.8)
     axes = figure.subplots()
     panel(axes, "What each region saves for its backward pass", subtitle, x_label="MiB per micro-batch")
-    kinds = [storage.get(region.name, Storage.KEEP) for region in regions]
+    stored = [storage.get(region.name, Storage.KEEP) for region in regions]
+    kinds = [Storage.RECOMPUTE if kind.is_recomputed else kind for kind in stored]
     saved = np.array([region.saved_bytes for region in regions]) / MIB
-    kept = np.array([_kept_bytes(region, kind) for region, kind in zip(regions, kinds, strict=True)]) / MIB
+    kept = np.array([_kept_bytes(region, kind) for region, kind in zip(regions, stored, strict=True)]) / MIB
     axes.barh(range(len(regions)), kept, color=STORAGE_COLORS[Storage.KEEP])
     axes.barh(range(len(regions)), saved - kept, left=kept, color=[STORAGE_COLORS[kind] for kind in kinds])
     _label_rows(axes, [region.name for region in regions])
-    freed = {kind: sum(saved[row] - kept[row] for row, each in enumerate(kinds) if each is kind) for kind in Storage}
     texts = {Storage.KEEP: "kept", Storage.RECOMPUTE: "recomputed", Storage.OFFLOAD: "offloaded"}
+    freed = {kind: sum(saved[row] - kept[row] for row, each in enumerate(kinds) if each is kind) for kind in texts}
     held = {**freed, Storage.KEEP: kept.sum()}
-    handles = [Patch(color=STORAGE_COLORS[kind], label=f"{texts[kind]}  {held[kind]:,.0f} MiB") for kind in Storage]
+    handles = [Patch(color=STORAGE_COLORS[kind], label=f"{texts[kind]}  {held[kind]:,.0f} MiB") for kind in texts]
     legend(axes, handles=handles, ncols=3, columnspacing=1.6, handlelength=1.2, **drawing.ABOVE)
     return figure
 
@@ -309,6 +310,8 @@ def batch_sizes(ms_per_sample: Mapping[int, float], efficient: int | None, *, su
 
 def _kept_bytes(region: RegionSignal, kind: Storage) -> int:
     """Returns the bytes that a region holds on the device between its passes."""
+    if kind is Storage.JOIN:
+        return 0
     if kind is Storage.RECOMPUTE:
         return region.input_bytes
     return region.saved_bytes - (region.offloadable_bytes if kind is Storage.OFFLOAD else 0)

@@ -1,0 +1,125 @@
+"""Regions that are recomputed in segments: what is predicted, and when the planner joins them."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.decide.build import codes
+from tests.decide.memory_device import MIB, REGIONS, Device, Run, profile_of, region_of
+from tests.decide.test_memory import ALIKE, GRADIENTS, OF_EIGHT, measured_of, names, profiles, region
+from triaccel_ray.decide.memory import (
+    JOIN,
+    KEEP,
+    RECOMPUTE,
+    added_ms,
+    cheapest_plan,
+    least_plan,
+    modelled_bytes,
+    predict,
+)
+from triaccel_ray.decide.segments import segmentations
+from triaccel_ray.records.plan import ReasonCode
+from triaccel_ray.records.signals import MemoryProfile
+
+
+def joinable(profile: MemoryProfile) -> MemoryProfile:
+    return replace(profile, regions=tuple(replace(each, can_join=True) for each in profile.regions))
+
+
+def test_the_model_of_a_segment() -> None:
+    two = {"a": RECOMPUTE, "b": JOIN}
+    assert modelled_bytes(ALIKE, two, 8) == 20 + 200 + GRADIENTS  # the last region is reached; d is not held twice
+    assert modelled_bytes(ALIKE, {**two, "c": RECOMPUTE, "d": JOIN}, 8) == 20 + 200 + GRADIENTS
+    assert modelled_bytes(ALIKE, {"a": RECOMPUTE, "b": JOIN, "c": JOIN, "d": JOIN}, 8) == 400 + GRADIENTS
+    assert modelled_bytes(ALIKE, {"c": RECOMPUTE, "d": JOIN}, 8) == 400 + GRADIENTS
+    assert added_ms(ALIKE, two, 8) == added_ms(ALIKE, {"a": RECOMPUTE, "b": RECOMPUTE}, 8)
+
+
+@given(profiles(), st.data())
+def test_the_model_is_that_of_the_tensors_that_exist(profile, data):
+    kinds = [data.draw(st.sampled_from([KEEP, RECOMPUTE, JOIN])) for _ in profile.regions]
+    for index, kind in enumerate(kinds):
+        if kind is JOIN and (index == 0 or kinds[index - 1] is KEEP):
+            kinds[index] = RECOMPUTE
+    storage = dict(zip(names(profile), kinds, strict=True))
+    held, peak = {}, 0
+    for index, (each, kind) in enumerate(zip(profile.regions, kinds, strict=True)):  # forward
+        held[index] = {KEEP: each.saved_bytes, RECOMPUTE: each.input_bytes, JOIN: 0}[kind]
+    index = len(kinds) - 1
+    while index >= 0:  # backward: a segment is recomputed whole, then its regions' passes free what they needed
+        first = index
+        while kinds[first] is JOIN:
+            first -= 1
+        for each in range(first, index + 1):
+            held[each] = profile.regions[each].saved_bytes
+        for each in range(index, first - 1, -1):
+            signal = profile.regions[each]
+            peak = max(peak, sum(held.values()) + min(2 * signal.input_bytes, signal.saved_bytes))
+            del held[each]
+        index = first - 1
+    assert modelled_bytes(profile, storage, profile.micro_batch_size) == peak
+
+
+@given(profiles(), st.floats(0.0, 1.2), st.floats(0.0, 1.2), st.sampled_from([0.0, 20.0]))
+def test_segments_keep_the_budget_and_are_never_slower(profile, share, other, pass_ms):
+    measured = measured_of(profile, pass_ms=pass_ms)
+    found = []
+    for each in sorted((share, other)):
+        budget = {"budget_bytes": 5000 + int(each * (measured.peak_bytes - 5000)), "changeable": names(profile)}
+        alone = cheapest_plan(profile, measured, **budget)
+        plan = cheapest_plan(joinable(profile), measured, **budget)
+        assert (plan is None) <= (alone is None)
+        if plan is not None:
+            assert plan.prediction.peak_bytes <= budget["budget_bytes"]
+            assert plan.prediction == predict(profile, measured, plan.storage, plan.num_micro_batches)
+            if alone is not None and alone.num_micro_batches == plan.num_micro_batches:
+                assert plan.prediction.ms <= alone.prediction.ms + 1e-3
+        found.append(plan)
+    less, more = found
+    assert (more is None) <= (less is None)
+    least = least_plan(joinable(profile), measured, changeable=names(profile)).prediction.peak_bytes
+    assert least <= least_plan(profile, measured, changeable=names(profile)).prediction.peak_bytes
+
+
+def test_segments_save_about_as_much_as_the_largest_region() -> None:
+    sizes = (400, 100, 100, 100, 100, 100)
+    regions = joinable(profile_of(*(region(str(i), saved_bytes=each) for i, each in enumerate(sizes)))).regions
+    ways = [[len(segment) for segment in way] for way in segmentations(regions, [each.name for each in regions])]
+    assert ways[:2] == [[1, 4, 1], [3, 3]]
+    assert ways[-1] == [6]
+    assert segmentations(regions, ["1", "2", "4", "5"])[0] == [(each,) for each in regions[:1]] + [
+        regions[1:3], regions[3:4], regions[4:6],
+    ]  # fmt: skip
+    assert segmentations(ALIKE.regions, names(ALIKE)) == []
+
+
+def test_a_deep_model_fits_a_budget_that_recomputing_each_region_alone_exceeds() -> None:
+    deep = profile_of(*(region(f"{i}") for i in range(36)), **OF_EIGHT, can_split=False)
+    deep = replace(deep, to_host_bytes_per_ms=0.0, to_device_bytes_per_ms=0.0)
+    measured = measured_of(deep, 8, step_ms=150.0)
+    alone = modelled_bytes(deep, dict.fromkeys(names(deep), RECOMPUTE), 8)
+    budget = {"budget_bytes": 5000 + alone * 2 // 3, "changeable": names(deep)}
+    assert cheapest_plan(deep, measured, **budget).num_micro_batches == 2
+    plan = cheapest_plan(joinable(deep), measured, **budget)
+    assert (plan.num_micro_batches, JOIN in plan.storage.values()) == (1, True)
+    more = cheapest_plan(joinable(deep), measured, **{**budget, "budget_bytes": 5000 + alone})
+    assert 0 < len(more.storage) < 36  # less is recomputed than alone, where all would be
+    fixed = cheapest_plan(joinable(deep), measured, budget_bytes=5000 + alone, changeable=names(deep)[:30])
+    assert fixed is None or set(fixed.storage) <= set(names(deep)[:30])
+
+
+def test_a_run_joins_regions_before_it_divides_the_batch() -> None:
+    regions = (region_of(name, saved=100, input=50, offloadable=0, forward_ms=1.0, backward_ms=4.0) for name in REGIONS)
+    profile = joinable(profile_of(*regions, can_split=False))
+    run = Run(device=Device(profile=profile, total_bytes=940 * MIB, pass_ms=20.0))
+    run.ticks(12)
+    assert run.plan.num_micro_batches == 1
+    assert JOIN in run.plan.storage.values()
+    texts = [reason.text for _, each in run.log for reason in each.reasons if reason.code is ReasonCode.MEMORY_PLAN]
+    assert any("4 of 6 regions recomputed in 2 segments" in text for text in texts)
+    run.device = replace(run.device, taken_bytes=100 * MIB)
+    after = run.tick()
+    assert codes(after, "memory") == [ReasonCode.MEMORY_PLAN]
+    assert list(after.plan.storage.values()) == [RECOMPUTE, JOIN, RECOMPUTE, JOIN, RECOMPUTE, RECOMPUTE]
+    assert after.plan.num_micro_batches == 2
