@@ -44,8 +44,8 @@ LONG_EPOCHS = 10_000.0
 def run(args: argparse.Namespace, budget_mib: int | None) -> dict[str, Any]:
     """Trains one model under a budget in MiB, None for the whole device, and returns the measurements."""
     use_lean_memory(torch.device("cuda"))
-    job = job_of(args.model)
-    size = job.batch_size
+    size = args.batch_size or SIZES[args.model]
+    job = job_of(args.model, num_samples=size)
     data = Samples(job) if isinstance(job.inputs, dict) else (job.inputs, job.targets)
     config = ControlConfig(
         every_steps=EVERY_STEPS,
@@ -104,6 +104,7 @@ def main() -> int:
     """Prints a line for each budget; returns 1 if a run failed or exceeded its budget."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="resnet152", choices=SIZES)
+    parser.add_argument("--batch-size", type=int, help="default: that of any_model")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.75, 0.5, 0.4])
     parser.add_argument("--sweep", type=int, default=0, help="number of budgets in place of --budgets")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"))
