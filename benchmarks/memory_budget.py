@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.any_model import Samples, optimizer_of
-from benchmarks.jobs import SIZES, job_of
+from benchmarks.jobs import NUM_SAMPLES, SIZES, job_of
 from benchmarks.processes import has_gpus, parser_of, print_all, run_apart
 from triaccel_ray import (
     BatchConfig,
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, budget_mib: int | None) -> dict[str, Any]:
     """Trains one model under a budget in MiB, None for the whole device, and returns the measurements."""
     use_lean_memory(torch.device("cuda"))
     size = args.batch_size or SIZES[args.model]
-    job = job_of(args.model, num_samples=size)
+    job = job_of(args.model, num_samples=size * -(-NUM_SAMPLES.get(args.model, 4096) // size))  # whole batches
     data = Samples(job) if isinstance(job.inputs, dict) else (job.inputs, job.targets)
     config = ControlConfig(
         every_steps=EVERY_STEPS,
@@ -79,7 +79,13 @@ def run(args: argparse.Namespace, budget_mib: int | None) -> dict[str, Any]:
     except torch.OutOfMemoryError as error:
         if (found := re.search(r"budget of (\d+) MiB or more", str(error))) is None:
             raise
-        return {"model": args.model, "budget_mib": budget_mib, "least_mib": int(found[1]), "is_over": False}
+        return {
+            "model": args.model,
+            "batch": size,
+            "budget_mib": budget_mib,
+            "least_mib": int(found[1]),
+            "is_over": False,
+        }
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     loop.memory.refresh_peaks()
@@ -104,7 +110,7 @@ def main() -> int:
     """Prints a line for each budget; returns 1 if a run failed or exceeded its budget."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="resnet152", choices=SIZES)
-    parser.add_argument("--batch-size", type=int, help="default: that of any_model")
+    parser.add_argument("--batch-size", type=int, help="samples in a batch (default: that of any_model)")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.75, 0.5, 0.4])
     parser.add_argument("--sweep", type=int, default=0, help="number of budgets in place of --budgets")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"))

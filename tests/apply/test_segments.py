@@ -1,6 +1,8 @@
 """Regions recomputed in segments: the same gradients, statistics and random numbers, and fewer tensors held."""
 
+import io
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +11,14 @@ from torch import Tensor, nn
 from tests.apply.captured import fixed, loop_of, sgd
 from tests.apply.fusible import fused
 from tests.apply.test_activations import Network, fused_step, storing
-from tests.build import ONE, gradients, run, same, values
+from tests.build import CPU, ONE, cache_of, gradients, run, same, values
+from triaccel_ray.apply.actuators import Actuators
 from triaccel_ray.apply.divide import divide
 from triaccel_ray.apply.step import Step
+from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.measure.saved_bytes import counting_saved_bytes
 from triaccel_ray.model.regions import find_regions
-from triaccel_ray.records.plan import FaultKind, Precision, Storage
+from triaccel_ray.records.plan import FaultKind, Plan, Precision, Storage
 from triaccel_ray.trainables.models import efficientnet_b0, resnet18
 
 KEEP, RECOMPUTE, OFFLOAD, JOIN = Storage
@@ -96,6 +100,88 @@ def test_without_memory_segments_stay_and_their_costs_are_not_measured() -> None
         step.run(torch.arange(8), ONE, step=index)
     signals = step.region_costs(8)[1]
     assert [each.can_join for each in signals] == [False] + [True] * 7
+
+
+def test_costs_of_a_size_that_was_first_used_with_segments_are_in_proportion() -> None:
+    step = fused_step(new_model("resnet18"))
+    step.activations.request_costs()
+    for index in range(2):
+        step.run(torch.arange(8), ONE, step=index)
+    _, known = step.region_costs(8)
+    step.activations.set(segments(step, 4, 4))
+    step.set_num_micro_batches(2)
+    size, half = step.region_costs(8)
+    assert size == 4
+    assert [2 * each.saved_bytes for each in half] == [each.saved_bytes for each in known]
+    assert [2 * each.forward_ms for each in half] == pytest.approx([each.forward_ms for each in known])
+    step.precision.set(dict.fromkeys(step.precision._regions, Precision.BF16))
+    assert [each.name for each in step.region_costs(8)[1]] == [each.name for each in known]
+
+
+def test_a_checkpoint_has_segments_and_the_costs_of_their_regions() -> None:
+    first, second = (fused_step(new_model("resnet18")) for _ in range(2))
+    first.activations.request_costs()
+    for index in range(2):
+        first.run(torch.arange(8), ONE, step=index)
+    storage = segments(first, 3, 1, 4)
+    plan = Plan(batch_size=8, precision={}, lr_scale={}, storage=storage)
+    actuators = [Actuators(plan, cache_of(step), GraphPool(CPU)) for step in (first, second)]
+    state = actuators[0].state_dict()
+    second.activations.set({})
+    actuators[1].load_state_dict(decode_saved(state), {})
+    assert second.activations.storage == storage
+    assert second.region_costs(8) == first.region_costs(8)
+    without_segments = actuators[0].apply(replace(plan, storage={}), step=1)
+    assert without_segments.faults == ()
+    assert actuators[0].state_dict()["region_costs"] == []
+
+
+def decode_saved(state: dict[str, Any]) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+class Counting(nn.ReLU):
+    """Changes a buffer, so that it cannot be recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1.0)
+        return super().forward(x)
+
+
+class Steady(nn.Module):
+    def __init__(self, activation: nn.Module | None = None) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.activation = activation or nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.norm(self.conv(x)))
+
+
+class Fickle(Steady):
+    def __init__(self) -> None:
+        super().__init__(Counting())
+
+
+def test_a_segment_that_fails_is_recomputed_region_by_region_before_any_is_blamed() -> None:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(Steady(), Fickle(), Steady(), Fickle())
+    model = nn.Sequential(blocks, nn.Flatten(), nn.Linear(3 * 32 * 32, 4))
+    step = fused_step(model)
+    names = list(step.activations.regions)
+    step.activations.set({names[0]: RECOMPUTE, names[1]: JOIN, names[2]: RECOMPUTE})
+    assert list(step.activations.storage.values()) == [RECOMPUTE, JOIN, RECOMPUTE]
+    together, alone = step.run(torch.arange(8), ONE, step=0).faults
+    assert f"recomputing {names[0]} to {names[1]} as one segment failed" in together.detail
+    assert f"activations of {names[1]} are kept" in alone.detail
+    assert step.activations.storage == {names[0]: RECOMPUTE, names[2]: RECOMPUTE}
 
 
 class Skipping(nn.Module):

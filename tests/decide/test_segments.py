@@ -1,6 +1,7 @@
 """Regions that are recomputed in segments: what is predicted, and when the planner joins them."""
 
 from dataclasses import replace
+from itertools import product
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from triaccel_ray.decide.memory import (
     modelled_bytes,
     predict,
 )
-from triaccel_ray.decide.segments import segmentations
+from triaccel_ray.decide.segments import joined, segmentations
 from triaccel_ray.records.plan import ReasonCode
 from triaccel_ray.records.signals import MemoryProfile
 
@@ -54,8 +55,9 @@ def test_the_model_is_that_of_the_tensors_that_exist(profile, data):
         for each in range(first, index + 1):
             held[each] = profile.regions[each].saved_bytes
         for each in range(index, first - 1, -1):
-            signal = profile.regions[each]
-            peak = max(peak, sum(held.values()) + min(2 * signal.input_bytes, signal.saved_bytes))
+            signal, following = profile.regions[each], profile.regions[each + 1 : each + 2]
+            largest = max(part.input_bytes for part in (signal, *following))
+            peak = max(peak, sum(held.values()) + min(2 * largest, signal.saved_bytes))
             del held[each]
         index = first - 1
     assert modelled_bytes(profile, storage, profile.micro_batch_size) == peak
@@ -106,7 +108,25 @@ def test_a_deep_model_fits_a_budget_that_recomputing_each_region_alone_exceeds()
     more = cheapest_plan(joinable(deep), measured, **{**budget, "budget_bytes": 5000 + alone})
     assert 0 < len(more.storage) < 36  # less is recomputed than alone, where all would be
     fixed = cheapest_plan(joinable(deep), measured, budget_bytes=5000 + alone, changeable=names(deep)[:30])
-    assert fixed is None or set(fixed.storage) <= set(names(deep)[:30])
+    assert fixed is not None
+    assert set(fixed.storage) <= set(names(deep)[:30])
+
+
+@given(profiles(), st.floats(0.0, 1.0))
+def test_of_each_way_to_join_the_cheapest_storage_is_found(profile, share):
+    profile = joinable(profile)
+    measured = measured_of(profile, batch_size=profile.micro_batch_size)
+    recomputable = [each.name for each in profile.regions if each.input_bytes < each.saved_bytes]
+    budget = 5000 + int(share * (measured.peak_bytes - 5000))
+    plan = cheapest_plan(profile, measured, budget_bytes=budget, changeable=names(profile))
+    for segments in segmentations(profile.regions, recomputable):
+        firsts = [each[0].name for each in segments if each[0].name in recomputable]
+        for chosen in product([False, True], repeat=len(firsts)):
+            storage = joined(segments, [name for name, is_chosen in zip(firsts, chosen, strict=True) if is_chosen])
+            other = predict(profile, measured, storage, 1)
+            if other.peak_bytes <= budget:
+                assert plan is not None
+                assert plan.num_micro_batches > 1 or plan.prediction.ms <= other.ms + 1e-3
 
 
 def test_a_run_joins_regions_before_it_divides_the_batch() -> None:

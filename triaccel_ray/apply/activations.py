@@ -47,9 +47,9 @@ class Activations:
     ) -> None:
         """Takes disjoint regions of a model by name, in module order; all are kept until `set`.
 
-        `fixed` is the storage of all regions, whatever the plan says. `divide` divides a fused model's graph, with
-        these regions joined to those before them; it is called once a region is not kept. Regions that the graph does
-        not contain are then left out.
+        `fixed` is the storage of all regions, whatever the plan says. `divide` divides a fused model's graph, with the
+        named regions joined to those before them. It is called when a region is first not kept, and when others join.
+        Regions that the graph does not contain are left out from then on.
         """
         self.regions = dict(regions)
         """Name -> module of each region whose storage can be chosen."""
@@ -112,15 +112,26 @@ class Activations:
         if self.regions and self._fixed is None and self.costs is None:
             self.costs = RegionCosts(self._device)
 
-    def measure_costs_again(self) -> None:
-        """Has later passes record the costs of the regions again, if they were requested."""
+    def costs_state(self) -> list[dict[str, Any]]:
+        """Returns the regions' costs for a checkpoint while they are joined, which passes then do not record."""
+        return [] if self.costs is None or Storage.JOIN not in self.storage.values() else self.costs.state_dict()
+
+    def measure_costs_again(self) -> bool:
+        """Has later passes record the regions' costs again; returns whether they will.
+
+        They will not if costs were never requested, or while regions are joined.
+        """
         if self.costs is not None:
             self.costs.measure_again()
+        return self.costs is not None and Storage.JOIN not in self.storage.values()
 
     def recorder(
         self, num_samples: int, dtypes: tuple[torch.dtype, ...], *, is_captured: bool
     ) -> RegionRecorder | None:
-        """Returns the recorder for a pass of a micro-batch; None if costs are known, not requested, or of segments."""
+        """Returns the recorder for a micro-batch's pass; None if costs are known or not requested, or regions joined.
+
+        The calls of a segment do not show what each of its regions costs.
+        """
         if self.costs is None or Storage.JOIN in self.storage.values():
             return None
         self._split()
@@ -137,12 +148,14 @@ class Activations:
         A region that cannot be recomputed saves no more than its inputs, one that cannot be offloaded has nothing to.
         """
         found = () if self.costs is None else self.costs.signals((num_samples, dtypes))
+        if not found and self.costs is not None and Storage.JOIN in self.storage.values():
+            found = self.costs.scaled_signals((num_samples, dtypes))
         return tuple(
             replace(
                 each,
                 input_bytes=each.saved_bytes if (each.name, Storage.RECOMPUTE) in self._barred else each.input_bytes,
                 offloadable_bytes=0 if (each.name, Storage.OFFLOAD) in self._barred else each.offloadable_bytes,
-                can_join=each.name in self._before,
+                can_join=each.name in self._before and (each.name, Storage.JOIN) not in self._barred,
             )
             for each in found
         )
@@ -157,6 +170,12 @@ class Activations:
         if isinstance(error, CheckpointError):
             if self._last_recomputed not in self.storage:  # raised by a checkpoint in the user's code
                 return ()
+            segment = self._segments.get(self._last_recomputed, ())
+            if len(segment) > 1:  # any of its regions may be to blame
+                why = f"recomputing {segment[0]} to {segment[-1]} as one segment failed, so each is recomputed alone"
+                self._barred.update((name, Storage.JOIN) for name in segment[1:])
+                self._want(self._wanted)
+                return (_kept(why, step),)
             kind = type(self.regions[self._last_recomputed])
             differing = [name for name, region in self.regions.items() if type(region) is kind]
             why = "what changes state of its own, such as a cache (`use_cache=False`), cannot be computed again"
@@ -180,8 +199,7 @@ class Activations:
         self._want(self._wanted)
         if not kept:
             return ()
-        text = f"{why}: activations of {', '.join(kept)} are kept"
-        return (Fault(kind=FaultKind.ACTIVATIONS_KEPT, step=step, phase="checkpoint", detail=text[:500]),)
+        return (_kept(f"{why}: activations of {', '.join(kept)} are kept", step),)
 
     def _least(self) -> dict[str, Storage]:
         can_be = [name for name in self.regions if (name, Storage.RECOMPUTE) not in self._barred]
@@ -200,7 +218,8 @@ class Activations:
         }
         recomputed = {name for name, each in possible.items() if each.is_recomputed}
         self.storage = {
-            name: each if self._before.get(name) in recomputed else _alone(each) for name, each in possible.items()
+            name: each if self._before.get(name) in recomputed and (name, each) not in self._barred else _alone(each)
+            for name, each in possible.items()
         }
         self._join()
         if self._offloading is None and Storage.OFFLOAD in self.storage.values():
@@ -216,7 +235,7 @@ class Activations:
     def _join(self) -> None:
         """Collects the segments in force, and divides a fused model by them."""
         segments: dict[str, list[str]] = {}
-        for name, each in self.storage.items():  # in the order of the graph, if there are any
+        for name, each in self.storage.items():  # in the graph's order, so that a region follows the one it joins
             if each.is_recomputed:
                 segments[name] = segments.pop(self._before[name]) if each is Storage.JOIN else []
                 segments[name].append(name)
@@ -304,6 +323,10 @@ class Activations:
             if is_out_of_memory(error):
                 raise
             raise CheckpointError(f"recomputing {name} failed: {first_line(error)}") from error
+
+
+def _kept(detail: str, step: int) -> Fault:
+    return Fault(kind=FaultKind.ACTIVATIONS_KEPT, step=step, phase="checkpoint", detail=detail[:500])
 
 
 def _alone(storage: Storage) -> Storage:

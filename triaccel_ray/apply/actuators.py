@@ -48,8 +48,8 @@ class Actuators:
 
     def measure_regions_again(self) -> None:
         """Has the next steps measure the costs of regions; drops captured steps, whose replays would record nothing."""
-        self._cache.step.activations.measure_costs_again()
-        self._pool.release()
+        if self._cache.step.activations.measure_costs_again():
+            self._pool.release()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the plan, its cost, and what changes if a batch does not fit: number of micro-batches and storage."""
@@ -59,6 +59,7 @@ class Actuators:
             "adapting_ms": self.adapting_ms,
             "micro_batches": [step.num_micro_batches, step.min_micro_batch_size],
             "storage": encode(step.activations.storage),
+            "region_costs": step.activations.costs_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any], supported: Mapping[str, tuple[Precision, ...]]) -> None:
@@ -68,7 +69,10 @@ class Actuators:
         self.plan = replace(plan, precision=precision)
         self._put_in_force(self.plan)
         self._cache.step.set_num_micro_batches(*state["micro_batches"])
-        self._cache.step.activations.set({name: Storage(each) for name, each in state["storage"].items()})
+        activations = self._cache.step.activations
+        activations.set({name: Storage(each) for name, each in state["storage"].items()})
+        if activations.costs is not None:
+            activations.costs.load_state_dict(state.get("region_costs", []))
         self._adapting_ms = state["adapting_ms"]
 
     def _put_in_force(self, plan: Plan) -> None:

@@ -50,8 +50,8 @@ def divide(
     """Returns `fused`, the fused graph of `model`, with the regions called `names` split off as submodules.
 
     A region spans the graph from its first module to the next module outside it. Spans are contiguous, so the result
-    is the same wherever they begin. Regions that the graph calls in several spans are left out. Those in `joined` are
-    in one submodule with the region before them.
+    is the same wherever they begin. Regions that the graph calls in several spans are left out. Those in `joined`, all
+    of them keys of `before`, share a submodule with the region before them.
     """
     nodes, regions = list(fused.graph.nodes), _regions_of_nodes(model, fused, names)
     num_spans = Counter(name for name, _ in itertools.groupby(regions))
@@ -75,7 +75,7 @@ def divide(
 
 
 def _regions_before(regions: Mapping[fx.Node, str]) -> dict[str, str]:
-    """Returns each region whose inputs all come from the region right before it -> that one."""
+    """Returns region -> the region right before it, for each that gets all its inputs from there."""
     inputs: dict[str, set[str]] = {}
     for node, region in regions.items():
         inputs.setdefault(region, set()).update(regions[each] for each in node.all_input_nodes)

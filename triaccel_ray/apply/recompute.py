@@ -30,9 +30,9 @@ class RecomputedRegion:
     spectral normalization does, cannot be recomputed.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], rng: RecomputeRNG) -> None:
-        """Takes the modules whose buffers the call changes."""
-        self._modules, self._rng = nn.ModuleList(modules), rng
+    def __init__(self, regions: Sequence[nn.Module], rng: RecomputeRNG) -> None:
+        """Takes the modules of the region, or of the segment's regions."""
+        self._regions, self._rng = nn.ModuleList(regions), rng
         self._scratch: list[_Scratch] | None = None  # taken at the first call, an eager one, once memory is there
         self.overwrites = False
         """Whether a call wrote into its inputs, so that the backward pass fails."""
@@ -43,7 +43,7 @@ class RecomputedRegion:
         Raises:
             CheckpointError: the region changes buffers that are no running statistics.
         """
-        scratch = self._scratch = _scratch_of(self._modules) if self._scratch is None else self._scratch
+        scratch = self._scratch = _scratch_of(self._regions) if self._scratch is None else self._scratch
         on_gpu = torch.cuda.is_initialized()
         is_captured = on_gpu and torch.cuda.is_current_stream_capturing()
         before = None if is_captured else random_states(cuda=on_gpu)
@@ -51,7 +51,7 @@ class RecomputedRegion:
         frozen = map_tensors(lambda tensor: tensor, (args, kwargs))  # lists may have grown by the time it is recomputed
         inputs = tensors_in(frozen)
         versions = [tensor._version for tensor in inputs]
-        buffers = _versions(self._modules)
+        buffers = _versions(self._regions)
         num_calls = itertools.count()
 
         def run(*tensors: Tensor) -> Any:
@@ -80,7 +80,7 @@ class RecomputedRegion:
                 use_reentrant=False,
                 preserve_rng_state=False,  # `recomputing` does so
             )
-        if not is_captured and _versions(self._modules) != buffers:
+        if not is_captured and _versions(self._regions) != buffers:
             raise CheckpointError("a region changes its buffers")
         if [tensor._version for tensor in inputs] != versions:
             self.overwrites = True

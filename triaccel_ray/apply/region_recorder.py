@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from triaccel_ray.apply.offload import Kept, RegionWeights, movable_bytes
+from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.signals import RegionSignal
 
 Kind = tuple[int, tuple[torch.dtype, ...]]
@@ -204,6 +206,45 @@ class RegionCosts:
         """Has the next passes of each kind recorded again; what is known stays until then."""
         self._counted.clear()
         self._timed_captured.clear()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Returns the costs in all kinds of passes."""
+        kinds = self._sizes.keys() & self._times.keys()
+        return [
+            {"num_samples": kind[0], "dtypes": list(map(str, kind[1])), "regions": encode(self.signals(kind))}
+            for kind in kinds
+        ]
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        """Stores what `state_dict` returned; passes of these kinds are recorded all the same."""
+        for each in state:
+            kind = each["num_samples"], tuple(getattr(torch, name.removeprefix("torch.")) for name in each["dtypes"])
+            regions = decode(tuple[RegionSignal, ...], each["regions"])
+            self._sizes[kind] = {r.name: (r.saved_bytes, r.input_bytes, r.offloadable_bytes) for r in regions}
+            self._times[kind] = {r.name: (r.forward_ms, r.backward_ms) for r in regions}
+
+    def scaled_signals(self, kind: Kind) -> tuple[RegionSignal, ...]:
+        """Returns the costs in a pass of this kind in proportion to those of the nearest size in the same dtypes.
+
+        If none of these is known, those in other dtypes are taken; empty if there are no others.
+        """
+        num_samples, dtypes = kind
+        known = list(self._sizes.keys() & self._times.keys())
+        nearest = min(known, key=lambda each: (each[1] != dtypes, abs(each[0] - num_samples), each[0]), default=None)
+        if nearest is None:
+            return ()
+        share = num_samples / nearest[0]
+        return tuple(
+            replace(
+                each,
+                saved_bytes=round(share * each.saved_bytes),
+                input_bytes=round(share * each.input_bytes),
+                offloadable_bytes=round(share * each.offloadable_bytes),
+                forward_ms=share * each.forward_ms,
+                backward_ms=share * each.backward_ms,
+            )
+            for each in self.signals(nearest)
+        )
 
     def signals(self, kind: Kind) -> tuple[RegionSignal, ...]:
         """Returns the costs of the regions in a pass of this kind, in the order of their calls; empty if not known."""

@@ -8,12 +8,12 @@ measurements calibrate the model.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 
-from triaccel_ray.decide.segments import joined, merged, segmentations
+from triaccel_ray.decide.segments import joined, segmentations
 from triaccel_ray.decide.storage_search import END, ONE_NS, Region, cheapest_storages
 from triaccel_ray.records.plan import Plan, Storage
 from triaccel_ray.records.signals import MemoryProfile, RegionSignal
@@ -74,23 +74,26 @@ def modelled_bytes(profile: MemoryProfile, storage: Mapping[str, Storage], micro
     its copy is under way while region i runs, in either pass. A segment runs as one region that saves what its regions
     save, and holds the inputs of the first. Bytes are proportional to the micro-batch size.
 
-    gradients(i) = min(2 * input_bytes(i), saved_bytes(i)) stands for the gradients of the region's output and input,
-    which its backward pass holds at once: an output is about as large as an input. The bound is for regions that cannot
-    be recomputed, whose input_bytes are their saved_bytes.
+    gradients(i) = min(2 * max(input_bytes(i), input_bytes(i+1)), saved_bytes(i)) stands for the gradients of the
+    region's output, which is the input of the next one, and of its input: its backward pass holds two tensors of the
+    larger size at once. The bound is for regions that cannot be recomputed, whose input_bytes are their saved_bytes.
     """
     return -(-_peak_bytes(profile, storage) * micro_batch_size // profile.micro_batch_size)
 
 
 def _peak_bytes(profile: MemoryProfile, storage: Mapping[str, Storage]) -> int:
-    """Returns `modelled_bytes` of the profile's own micro-batch."""
-    held = before = peak = moving = moving_next = 0
+    """Returns `modelled_bytes` of the profile's own micro-batch; JOIN must follow a region that is recomputed.
+
+    A joined region adds nothing to what is held. While it runs, what the regions before it in its segment save exists.
+    """
+    held = taken = peak = moving = moving_after = 0
     for signal, region, kind in zip(profile.regions, _regions(profile), _kinds(profile, storage), strict=True):
-        if storage.get(signal.name) is not JOIN:
-            before, moving = held, moving_next
+        if storage.get(signal.name) is not JOIN:  # else `taken` and `moving` are those of the segment
+            taken, moving = held, moving_after
             held += region.held[kind]
-            moving_next = region.moved if kind == 2 else 0
-        peak = max(peak, before + region.running + moving)
-        before += region.held[0]  # of a segment that may go on
+            moving_after = region.moved if kind == 2 else 0
+        peak = max(peak, taken + region.running + moving)
+        taken += region.held[0]
     return peak
 
 
@@ -189,7 +192,7 @@ def least_plan(profile: MemoryProfile, measured: Measured, *, changeable: Collec
         for region, kinds in zip(regions, choices, strict=True):
             digits = 3 * digits + min(set(kinds) & set(allowed), key=lambda kind: (region.held[kind], kind))
         ways.append(_storage_of(profile.regions, digits))
-    recomputable = dict.fromkeys(_recomputable(profile, choices), RECOMPUTE)
+    recomputable = _recomputable(profile, choices)
     ways += [joined(segments, recomputable) for segments in segmentations(profile.regions, recomputable)]
     plans = []
     for storage in ways:
@@ -206,17 +209,18 @@ def _cheapest_storage(
     First the regions alone, then in segments: of regions that are kept or recomputed together, and not offloaded.
     """
     found: list[dict[str, Storage]] = []
-    alone = cheapest_storages(_regions(profile), choices, room)
+    regions = _regions(profile)
+    alone = cheapest_storages(regions, choices, room)
     if alone is not None:
         found.append(_storage_of(profile.regions, alone[1]))
     recomputable = _recomputable(profile, choices)
     for segments in () if alone and alone[0] < ONE_NS else segmentations(profile.regions, recomputable):
-        as_one = replace(profile, regions=tuple(map(merged, segments)))
-        kinds = [(0, 1) if each.name in recomputable else (0,) for each in as_one.regions]
-        if cheapest := cheapest_storages(_regions(as_one), kinds, room):
-            storage = joined(segments, _storage_of(as_one.regions, cheapest[1]))
-            if _peak_bytes(profile, storage) <= room:
-                found.append(storage)
+        firsts = [segment[0] for segment in segments]
+        kinds = [(0, 1) if first.name in recomputable else (0,) for first in firsts]
+        remaining = iter(regions)
+        as_regions = [_segment([next(remaining) for _ in segment]) for segment in segments]
+        if cheapest := cheapest_storages(as_regions, kinds, room):
+            found.append(joined(segments, _storage_of(firsts, cheapest[1])))
     return min(found, key=lambda each: (added_ms(profile, each, profile.micro_batch_size), len(each)), default=None)
 
 
@@ -248,17 +252,32 @@ def _beyond_model_bytes(profile: MemoryProfile, measured: Measured, num_micro_ba
     return sums + measured.bytes_per_sample * further_samples
 
 
+def _segment(regions: Sequence[Region]) -> Region:
+    """Returns a segment as one region that is kept or recomputed: while one part runs, those before it are saved."""
+    taken = list(itertools.accumulate((region.held[0] for region in regions), initial=0))
+    return Region(
+        running=max(before + region.running for before, region in zip(taken, regions, strict=False)),
+        moved=0,
+        held=(taken[-1], regions[0].held[1], taken[-1]),
+        forward_ns=sum(region.forward_ns for region in regions),
+        backward_ns=sum(region.backward_ns for region in regions),
+        to_host_ns=0,
+        to_device_ns=0,
+    )
+
+
 def _regions(profile: MemoryProfile) -> list[Region]:
-    return [_region(profile, each) for each in profile.regions]
+    outputs = [*(each.input_bytes for each in profile.regions[1:]), 0]
+    return [_region(profile, each, output) for each, output in zip(profile.regions, outputs, strict=True)]
 
 
-def _region(profile: MemoryProfile, signal: RegionSignal) -> Region:
+def _region(profile: MemoryProfile, signal: RegionSignal, output_bytes: int) -> Region:
     saved = signal.saved_bytes
     moved = min(signal.offloadable_bytes, saved)
     rates = profile.to_host_bytes_per_ms, profile.to_device_bytes_per_ms
     to_host, to_device = (math.ceil(1e6 * moved / rate) if rate > 0 else 0 for rate in rates)
     held = saved, min(signal.input_bytes, saved), saved - moved
-    running = saved + min(2 * signal.input_bytes, saved)
+    running = saved + min(2 * max(signal.input_bytes, output_bytes), saved)
     forward_ns, backward_ns = round(1e6 * signal.forward_ms), round(1e6 * signal.backward_ms)
     return Region(running, moved, held, forward_ns, backward_ns, to_host, to_device)
 
@@ -304,7 +323,7 @@ def _numbers_of_parts(profile: MemoryProfile, plan: Plan, accumulate: int) -> li
 
 def _added_ns(regions: Sequence[Region], kinds: Sequence[int]) -> int:
     total = sum(region.forward_ns for region, kind in zip(regions, kinds, strict=True) if kind == 1)
-    for (region, kind), (following, next_kind) in pairwise(zip([*regions, END], [*kinds, 0], strict=True)):
+    for (region, kind), (following, next_kind) in itertools.pairwise(zip([*regions, END], [*kinds, 0], strict=True)):
         total += region.exposed_ns(following, next_kind) if kind == 2 else 0
     return total
 

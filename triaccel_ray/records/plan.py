@@ -42,7 +42,7 @@ class Storage(StrEnum):
     OFFLOAD = "offload"
     """They move to pinned host memory and back (AccUDNN; vDNN, Rhu et al. 2016)."""
     JOIN = "join"
-    """The region is recomputed in one segment with the region before it, so not even its inputs are saved."""
+    """It is recomputed in one segment with the region before it, which is recomputed too; nothing of it is saved."""
 
     @property
     def is_recomputed(self) -> bool:

@@ -260,7 +260,10 @@ def storage_of_all(activations: Activations, regions: Iterable[str]) -> dict[str
 
 
 def recomputing_all(regions: Iterable[str], storage: Mapping[str, Storage]) -> dict[str, Storage]:
-    """Returns the storage in which all regions are recomputed, in the segments of `storage` if there are any."""
+    """Returns the storage in which all regions are recomputed, in the segments of `storage` if there are any.
+
+    It is not always the least: a long segment may save more at once than its regions alone.
+    """
     joined = {name: kind for name, kind in storage.items() if kind is Storage.JOIN}
     return {**dict.fromkeys(regions, Storage.RECOMPUTE), **joined}
 
