@@ -12,6 +12,7 @@ from tests.decide.test_memory import ALIKE, GRADIENTS, OF_EIGHT, measured_of, na
 from triaccel_ray.decide.memory import (
     JOIN,
     KEEP,
+    OFFLOAD,
     RECOMPUTE,
     added_ms,
     cheapest_plan,
@@ -29,12 +30,16 @@ def joinable(profile: MemoryProfile) -> MemoryProfile:
 
 
 def test_the_model_of_a_segment() -> None:
-    two = {"a": RECOMPUTE, "b": JOIN}
-    assert modelled_bytes(ALIKE, two, 8) == 20 + 200 + GRADIENTS  # the last region is reached; d is not held twice
-    assert modelled_bytes(ALIKE, {**two, "c": RECOMPUTE, "d": JOIN}, 8) == 20 + 200 + GRADIENTS
-    assert modelled_bytes(ALIKE, {"a": RECOMPUTE, "b": JOIN, "c": JOIN, "d": JOIN}, 8) == 400 + GRADIENTS
-    assert modelled_bytes(ALIKE, {"c": RECOMPUTE, "d": JOIN}, 8) == 400 + GRADIENTS
+    two, alike = {"a": RECOMPUTE, "b": JOIN}, joinable(ALIKE)
+    assert modelled_bytes(alike, two, 8) == 20 + 200 + GRADIENTS  # the last region is reached; d is not held twice
+    assert modelled_bytes(alike, {**two, "c": RECOMPUTE, "d": JOIN}, 8) == 20 + 200 + GRADIENTS
+    assert modelled_bytes(alike, {"a": RECOMPUTE, "b": JOIN, "c": JOIN, "d": JOIN}, 8) == 400 + GRADIENTS
+    assert modelled_bytes(alike, {"c": RECOMPUTE, "d": JOIN}, 8) == 400 + GRADIENTS
     assert added_ms(ALIKE, two, 8) == added_ms(ALIKE, {"a": RECOMPUTE, "b": RECOMPUTE}, 8)
+    # What cannot join is recomputed alone, and so is what follows a region that is kept.
+    assert modelled_bytes(ALIKE, dict.fromkeys("abcd", JOIN), 8) == 20 + 20 + 20 + 100 + GRADIENTS
+    alone, joining = ({"a": OFFLOAD, "b": kind} for kind in (RECOMPUTE, JOIN))
+    assert modelled_bytes(alike, joining, 8) == modelled_bytes(alike, alone, 8)
 
 
 @given(profiles(), st.data())
@@ -60,7 +65,7 @@ def test_the_model_is_that_of_the_tensors_that_exist(profile, data):
             peak = max(peak, sum(held.values()) + min(2 * largest, signal.saved_bytes))
             del held[each]
         index = first - 1
-    assert modelled_bytes(profile, storage, profile.micro_batch_size) == peak
+    assert modelled_bytes(joinable(profile), storage, profile.micro_batch_size) == peak
 
 
 @given(profiles(), st.floats(0.0, 1.2), st.floats(0.0, 1.2), st.sampled_from([0.0, 20.0]))
@@ -74,7 +79,7 @@ def test_segments_keep_the_budget_and_are_never_slower(profile, share, other, pa
         assert (plan is None) <= (alone is None)
         if plan is not None:
             assert plan.prediction.peak_bytes <= budget["budget_bytes"]
-            assert plan.prediction == predict(profile, measured, plan.storage, plan.num_micro_batches)
+            assert plan.prediction == predict(joinable(profile), measured, plan.storage, plan.num_micro_batches)
             if alone is not None and alone.num_micro_batches == plan.num_micro_batches:
                 assert plan.prediction.ms <= alone.prediction.ms + 1e-3
         found.append(plan)

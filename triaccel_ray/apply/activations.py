@@ -85,6 +85,10 @@ class Activations:
         """Whether some regions do not keep what they save, or a plan may come to say so."""
         return bool(self.storage) or self.costs is not None
 
+    @property
+    def _are_joined(self) -> bool:
+        return Storage.JOIN in self.storage.values()
+
     def set(self, storage: Mapping[str, Storage]) -> None:
         """Sets the storage of regions by name, unless it is fixed or there are none; others keep their tensors.
 
@@ -114,7 +118,7 @@ class Activations:
 
     def costs_state(self) -> list[dict[str, Any]]:
         """Returns the regions' costs for a checkpoint while they are joined, which passes then do not record."""
-        return [] if self.costs is None or Storage.JOIN not in self.storage.values() else self.costs.state_dict()
+        return self.costs.state_dict() if self.costs is not None and self._are_joined else []
 
     def measure_costs_again(self) -> bool:
         """Has later passes record the regions' costs again; returns whether they will.
@@ -123,7 +127,7 @@ class Activations:
         """
         if self.costs is not None:
             self.costs.measure_again()
-        return self.costs is not None and Storage.JOIN not in self.storage.values()
+        return self.costs is not None and not self._are_joined
 
     def recorder(
         self, num_samples: int, dtypes: tuple[torch.dtype, ...], *, is_captured: bool
@@ -132,7 +136,7 @@ class Activations:
 
         The calls of a segment do not show what each of its regions costs.
         """
-        if self.costs is None or Storage.JOIN in self.storage.values():
+        if self.costs is None or self._are_joined:
             return None
         self._split()
         return self.costs.recorder((num_samples, dtypes), is_captured=is_captured)
@@ -142,23 +146,30 @@ class Activations:
         assert self.costs is not None
         self.costs.learn(recorder, is_captured=is_captured)
 
-    def signals(self, num_samples: int, dtypes: tuple[torch.dtype, ...]) -> tuple[RegionSignal, ...]:
+    def signals(
+        self, num_samples: int, dtypes: tuple[torch.dtype, ...], *, is_divided: bool
+    ) -> tuple[RegionSignal, ...]:
         """Returns the regions' costs in a pass of so many samples, in the order of their calls; empty if not known.
 
         A region that cannot be recomputed saves no more than its inputs, one that cannot be offloaded has nothing to.
+        None can join if passes do not call the divided model.
         """
-        found = () if self.costs is None else self.costs.signals((num_samples, dtypes))
-        if not found and self.costs is not None and Storage.JOIN in self.storage.values():
-            found = self.costs.scaled_signals((num_samples, dtypes))
+        if self.costs is None:
+            return ()
         return tuple(
             replace(
                 each,
                 input_bytes=each.saved_bytes if (each.name, Storage.RECOMPUTE) in self._barred else each.input_bytes,
                 offloadable_bytes=0 if (each.name, Storage.OFFLOAD) in self._barred else each.offloadable_bytes,
-                can_join=each.name in self._before and (each.name, Storage.JOIN) not in self._barred,
+                can_join=is_divided and self._can_join(each.name),
             )
-            for each in found
+            for each in self.costs.signals((num_samples, dtypes), scales=self._are_joined)
         )
+
+    def _can_join(self, name: str) -> bool:
+        before = self._before.get(name)
+        needed = {(name, Storage.JOIN), (name, Storage.RECOMPUTE), (before, Storage.RECOMPUTE)}
+        return before is not None and self._barred.isdisjoint(needed)
 
     def exclude_random(self, step: int) -> tuple[Fault, ...]:
         """Stops recomputing, because a replay drew other random numbers than the eager pass; returns a fault."""
@@ -171,17 +182,26 @@ class Activations:
             if self._last_recomputed not in self.storage:  # raised by a checkpoint in the user's code
                 return ()
             segment = self._segments.get(self._last_recomputed, ())
-            if len(segment) > 1:  # any of its regions may be to blame
-                why = f"recomputing {segment[0]} to {segment[-1]} as one segment failed, so each is recomputed alone"
-                self._barred.update((name, Storage.JOIN) for name in segment[1:])
-                self._want(self._wanted)
-                return (_kept(why, step),)
+            if len(segment) > 1:
+                return self._separate(segment, step)
             kind = type(self.regions[self._last_recomputed])
             differing = [name for name, region in self.regions.items() if type(region) is kind]
             why = "what changes state of its own, such as a cache (`use_cache=False`), cannot be computed again"
             return self._bar(differing, Storage.RECOMPUTE, why, step)
-        overwriting = [name for names, region in self._recomputed.items() if region.overwrites for name in names]
+        overwriting: list[str] = []
+        for names, region in self._recomputed.items():
+            if region.overwrites and len(names) == 1:
+                overwriting += names
+            elif region.overwrites and self._can_join(names[-1]):
+                return self._separate(names, step)
         return self._bar(overwriting, Storage.RECOMPUTE, "what writes into its input cannot be computed again", step)
+
+    def _separate(self, segment: tuple[str, ...], step: int) -> tuple[Fault, ...]:
+        """Recomputes the regions of a segment that failed alone, for any of them may be to blame; returns a fault."""
+        self._barred.update((name, Storage.JOIN) for name in segment[1:])
+        self._want(self._wanted)
+        text = f"recomputing {segment[0]} to {segment[-1]} as one segment failed, so each is recomputed alone"
+        return (_kept(text, step),)
 
     def exclude_unpinned(self, step: int, ranks: Ranks) -> tuple[Fault, ...]:
         """Stops offloading regions that the host of any rank could not pin memory for; returns a fault, if any."""
@@ -192,9 +212,7 @@ class Activations:
         return self._bar(unpinned, Storage.OFFLOAD, why, step)
 
     def _bar(self, names: Collection[str], storage: Storage, why: str, step: int) -> tuple[Fault, ...]:
-        kept = [
-            name for name in self.regions if name in names and _alone(self.storage.get(name, Storage.KEEP)) is storage
-        ]
+        kept = [name for name, each in self.storage.items() if name in names and each.alone is storage]
         self._barred.update((name, storage) for name in names)
         self._want(self._wanted)
         if not kept:
@@ -214,11 +232,11 @@ class Activations:
         possible = {
             name: storage[name]
             for name in self.regions
-            if name in storage and (name, _alone(storage[name])) not in self._barred
+            if name in storage and (name, storage[name].alone) not in self._barred
         }
         recomputed = {name for name, each in possible.items() if each.is_recomputed}
         self.storage = {
-            name: each if self._before.get(name) in recomputed and (name, each) not in self._barred else _alone(each)
+            name: each if self._before.get(name) in recomputed and (name, each) not in self._barred else each.alone
             for name, each in possible.items()
         }
         self._join()
@@ -327,8 +345,3 @@ class Activations:
 
 def _kept(detail: str, step: int) -> Fault:
     return Fault(kind=FaultKind.ACTIVATIONS_KEPT, step=step, phase="checkpoint", detail=detail[:500])
-
-
-def _alone(storage: Storage) -> Storage:
-    """Returns RECOMPUTE for JOIN."""
-    return Storage.RECOMPUTE if storage is Storage.JOIN else storage

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -165,6 +164,10 @@ class RegionRecorder:
         return dict(reversed(sizes.items()))
 
 
+def _mean_bytes(dtypes: Sequence[torch.dtype]) -> float:
+    return sum(dtype.itemsize for dtype in dtypes) / len(dtypes) if dtypes else 1.0
+
+
 def _milliseconds(first: Any, last: Any) -> float:
     return float(1e3 * (last - first) if isinstance(first, float) else first.elapsed_time(last))
 
@@ -223,43 +226,28 @@ class RegionCosts:
             self._sizes[kind] = {r.name: (r.saved_bytes, r.input_bytes, r.offloadable_bytes) for r in regions}
             self._times[kind] = {r.name: (r.forward_ms, r.backward_ms) for r in regions}
 
-    def scaled_signals(self, kind: Kind) -> tuple[RegionSignal, ...]:
-        """Returns the costs in a pass of this kind in proportion to those of the nearest size in the same dtypes.
+    def signals(self, kind: Kind, *, scales: bool = False) -> tuple[RegionSignal, ...]:
+        """Returns the costs of the regions in a pass of this kind, in the order of their calls; empty if not known.
 
-        If none of these is known, those in other dtypes are taken; empty if there are no others.
+        With `scales`, those of the nearest size are then taken in proportion: in the same dtypes if they are known,
+        else in others, with bytes in proportion to their mean size.
         """
         num_samples, dtypes = kind
-        known = list(self._sizes.keys() & self._times.keys())
-        nearest = min(known, key=lambda each: (each[1] != dtypes, abs(each[0] - num_samples), each[0]), default=None)
-        if nearest is None:
+        known = self._sizes.keys() & self._times.keys()
+        near = [kind] if not scales else sorted(known, key=lambda k: (k[1] != dtypes, abs(k[0] - num_samples), k[0]))
+        if not near or near[0] not in known:
             return ()
-        share = num_samples / nearest[0]
-        return tuple(
-            replace(
-                each,
-                saved_bytes=round(share * each.saved_bytes),
-                input_bytes=round(share * each.input_bytes),
-                offloadable_bytes=round(share * each.offloadable_bytes),
-                forward_ms=share * each.forward_ms,
-                backward_ms=share * each.backward_ms,
-            )
-            for each in self.signals(nearest)
-        )
-
-    def signals(self, kind: Kind) -> tuple[RegionSignal, ...]:
-        """Returns the costs of the regions in a pass of this kind, in the order of their calls; empty if not known."""
-        if kind not in self._sizes or kind not in self._times:
-            return ()
-        times = self._times[kind]
+        share, of_bytes = num_samples / near[0][0], _mean_bytes(dtypes) / _mean_bytes(near[0][1])
+        times = self._times[near[0]]
         return tuple(
             RegionSignal(
                 name=name,
-                saved_bytes=saved,
-                input_bytes=inputs,
-                offloadable_bytes=movable,
-                forward_ms=times[name][0],
-                backward_ms=times[name][1],
+                saved_bytes=round(share * of_bytes * saved),
+                input_bytes=round(share * of_bytes * inputs),
+                offloadable_bytes=round(share * of_bytes * movable),
+                forward_ms=share * times[name][0],
+                backward_ms=share * times[name][1],
             )
-            for name, (saved, inputs, movable) in self._sizes[kind].items()
+            for name, (saved, inputs, movable) in self._sizes[near[0]].items()
             if name in times
         )

@@ -117,7 +117,8 @@ class Step:
         """
         share = self.peers.ranks.largest_share(batch_size)
         size, own_size = (-(-number // self.num_micro_batches) for number in (batch_size, share))
-        return size, self.activations.signals(own_size, self.precision.key)
+        is_divided = self.fusion is not None and self.fusion.holds()
+        return size, self.activations.signals(own_size, self.precision.key, is_divided=is_divided)
 
     def set_num_micro_batches(self, num_micro_batches: int, min_micro_batch_size: int = 1) -> None:
         """Sets the number of micro-batches that each batch is split into from now on.

@@ -82,18 +82,21 @@ def modelled_bytes(profile: MemoryProfile, storage: Mapping[str, Storage], micro
 
 
 def _peak_bytes(profile: MemoryProfile, storage: Mapping[str, Storage]) -> int:
-    """Returns `modelled_bytes` of the profile's own micro-batch; JOIN must follow a region that is recomputed.
+    """Returns `modelled_bytes` of the profile's own micro-batch.
 
     A joined region adds nothing to what is held. While it runs, what the regions before it in its segment save exists.
+    If it cannot join, or the region before it is not recomputed, it is recomputed alone.
     """
-    held = taken = peak = moving = moving_after = 0
+    held = taken = peak = moving = moving_after = kind_before = 0
     for signal, region, kind in zip(profile.regions, _regions(profile), _kinds(profile, storage), strict=True):
-        if storage.get(signal.name) is not JOIN:  # else `taken` and `moving` are those of the segment
+        is_joined = storage.get(signal.name) is JOIN and signal.can_join and kind_before == 1
+        if not is_joined:  # else `taken` and `moving` are those of the segment
             taken, moving = held, moving_after
             held += region.held[kind]
             moving_after = region.moved if kind == 2 else 0
         peak = max(peak, taken + region.running + moving)
         taken += region.held[0]
+        kind_before = kind
     return peak
 
 

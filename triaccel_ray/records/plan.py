@@ -49,6 +49,11 @@ class Storage(StrEnum):
         """Whether the backward pass computes the region again."""
         return self in (Storage.RECOMPUTE, Storage.JOIN)
 
+    @property
+    def alone(self) -> Storage:
+        """RECOMPUTE for JOIN, else the same."""
+        return Storage.RECOMPUTE if self is Storage.JOIN else self
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightForm:

@@ -273,7 +273,7 @@ def memory_plan(ticks: Sequence[Tick], *, subtitle: str = "") -> Figure:
     axes = figure.subplots()
     panel(axes, "What each region saves for its backward pass", subtitle, x_label="MiB per micro-batch")
     stored = [storage.get(region.name, Storage.KEEP) for region in regions]
-    kinds = [Storage.RECOMPUTE if kind.is_recomputed else kind for kind in stored]
+    kinds = [kind.alone for kind in stored]
     saved = np.array([region.saved_bytes for region in regions]) / MIB
     kept = np.array([_kept_bytes(region, kind) for region, kind in zip(regions, stored, strict=True)]) / MIB
     axes.barh(range(len(regions)), kept, color=STORAGE_COLORS[Storage.KEEP])
