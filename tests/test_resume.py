@@ -282,3 +282,20 @@ def test_of_a_loss_the_buffers_are_saved_and_the_parameters_are_not() -> None:
     loss.teacher = nn.Linear(2, 2)
     loop, _ = loop_of(mlp(), blobs(24), QUIET, loss=loss)
     assert list(loop.state_dict()["loss"]) == ["weight"]
+
+
+def test_a_run_that_adapts_no_precision_resumes_in_the_one_it_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    fixed = replace(CONFIG.precision, enabled=False, initial=BF16)
+    with loop_of(mlp(), blobs(24), replace(CONFIG, precision=fixed))[0] as loop:
+        run(loop, 3)
+        save_checkpoint(str(path), loop.state_dict())
+    with loop_of(mlp(), blobs(24), replace(CONFIG, precision=replace(fixed, initial=FP32)))[0] as loop:
+        loop.load_state_dict(load_checkpoint(str(path)))
+        assert set(loop.plan.precision.values()) == {FP32}
+        run(loop, 12)
+        assert set(loop.plan.precision.values()) == {FP32}
+    with loop_of(mlp(), blobs(24), replace(CONFIG, precision=replace(fixed, initial=FP16)))[0] as loop:
+        loop.load_state_dict(load_checkpoint(path))  # as if layers had overflowed in FP16
+        assert set(loop.plan.precision.values()) == {BF16}
+    assert "forward" not in loop.model[0].__dict__  # closed

@@ -307,11 +307,12 @@ class ControlLoop(EpochLoop):
         self._training.statistics.keep()
         withhold(self._training, {(name, Precision(level)) for name, level in state["withheld"]})
         self.state = decode(ControlState, state["control"])
-        self._actuators.load_state_dict(state, dict(self._training.supported))
+        adapts = self.config.precision.enabled
+        self._actuators.load_state_dict(state, dict(self._training.supported), adapts_precision=adapts)
         self.num_steps, self.num_ticks, self._epoch.num_steps = state["counters"]
         stored = state["plan"]["precision"]
         changed = {name: level for name, level in self.plan.precision.items() if level != stored[name]}
-        if changed:
+        if changed and adapts:
             moved = ", ".join(f"{name} {stored[name]} -> {level}" for name, level in changed.items())
             text = f"not offered where the run is resumed: {moved}"
             fault = Fault(kind=FaultKind.PRECISION_REFUSED, step=self.num_steps, phase="precision", detail=text[:500])

@@ -207,3 +207,20 @@ def test_a_step_without_memory_that_has_written_something_is_not_made_again(make
     assert all(state["sum"] == 1.0 for each in getattr(user, "each", []) for state in each.state.values())
     assert user.param_groups is groups
     assert optimizer.take_faults(step=1, batch_size=8) == []
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.SGD])
+def test_parameters_that_come_or_change_after_the_loop_was_built_are_refused(kind: Any) -> None:
+    model = mlp()
+    optimizer = kind(model.parameters(), lr=0.1)
+    stepped = LayerwiseOptimizer(optimizer, find_layers(model))
+    stepped.set_rates(1.0, {}, {})
+    first = optimizer.param_groups[0]["params"][0]
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(first.detach().clone())
+    with pytest.raises(ValueError, match="other parameters than when the control loop was built: build another loop"):
+        stepped.set_rates(1.0, {}, {})
+    optimizer.param_groups[0]["params"][0] = first
+    stepped.set_rates(1.0, {}, {})
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(ValueError, match="other parameters than when the control loop was built"):
+        stepped.set_rates(1.0, {}, {})

@@ -92,6 +92,15 @@ def test_values_a_sample_and_weighted_means_come_to_the_same_at_any_batch_size(b
     assert result.metrics["accuracy"] == 100.0 * result.metrics["top1"]
 
 
+def test_ignored_targets_count_neither_as_right_nor_as_wrong() -> None:
+    model, (inputs, targets) = Tokens(), text(6)
+    right = model(inputs).argmax(-1)
+    for share in (0.0, 0.5, 0.9):
+        labels = torch.where(torch.rand(targets.shape, generator=torch.Generator().manual_seed(0)) < share, -100, right)
+        found = judged(model, (inputs, labels), {"accuracy": ACCURACY}, loss=lambda outputs, _: outputs.mean())
+        assert found.metrics == {"accuracy": 100.0}
+
+
 @pytest.mark.parametrize(
     ("outputs", "targets"),
     [

@@ -113,6 +113,7 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("search digits --name run1", "exists already and is left as it is"),
     *((f"{each} nobody", "name = 'nobody': there is no folder") for each in ("report", "replay", "resume")),
     ("resume ../nobody", "there is no folder"),
+    (f"report {__file__}", "is a file: an event log must be called events.jsonl"),
     ("report badlgo", "badlgo, did you mean badlog? names are the folders in"),
     ("report own", "own, did you mean ./own? names are the folders in"),
     ("report ..", "name = '..': must begin with a letter or digit"),

@@ -62,10 +62,19 @@ class Actuators:
             "region_costs": step.activations.costs_state(),
         }
 
-    def load_state_dict(self, state: dict[str, Any], supported: Mapping[str, tuple[Precision, ...]]) -> None:
-        """Restores and applies what `state_dict` returned; a precision not `supported` becomes the next higher one."""
+    def load_state_dict(
+        self, state: dict[str, Any], supported: Mapping[str, tuple[Precision, ...]], *, adapts_precision: bool
+    ) -> None:
+        """Restores and applies what `state_dict` returned; a precision not `supported` becomes the next higher one.
+
+        Without `adapts_precision`, the plan in force decides precisions. Only FP16 gives way to those of the state:
+        layers may have overflowed in it.
+        """
         plan = decode(Plan, state["plan"])
-        precision = {name: nearest_supported(level, supported[name]) for name, level in plan.precision.items()}
+        wanted = dict(plan.precision)
+        if not adapts_precision:
+            wanted |= {name: level for name, level in self.plan.precision.items() if level is not Precision.FP16}
+        precision = {name: nearest_supported(level, supported[name]) for name, level in wanted.items()}
         self.plan = replace(plan, precision=precision)
         self._put_in_force(self.plan)
         self._cache.step.set_num_micro_batches(*state["micro_batches"])

@@ -74,7 +74,7 @@ class LayerwiseOptimizer:
                 self._fused.append(fused)
         else:
             _allocate_momentum(optimizer, self._owns)
-        self._num_parameters = len(self.parameters)
+        self._known = list(map(id, self.parameters))
         device = self.watched[0].device
         self._one, self._lr_factor_on_device = torch.ones((), device=device), torch.ones((), device=device)
         self._last_rates: Any = None
@@ -121,6 +121,11 @@ class LayerwiseOptimizer:
             ValueError: parameters are stepped in buckets, and the kernel no longer supports the optimizer; or
                 parameters have been added to or removed from the optimizer since this was built.
         """
+        if list(map(id, self.parameters)) != self._known:
+            raise ValueError(
+                "the optimizer has other parameters than when the control loop was built: build another loop, and let "
+                "it take over this one's state_dict"
+            )
         if self._fused:
             self._require_steppable()
         is_new_factor = lr_factor != self._lr_factor
@@ -142,11 +147,6 @@ class LayerwiseOptimizer:
 
     def _require_steppable(self) -> None:
         """Falls back to the user's optimizer if the kernel does not support it; raises as `set_rates` does."""
-        if len(self.parameters) != self._num_parameters:
-            raise ValueError(
-                "the optimizer has other parameters than when the control loop was built: build another loop, and let "
-                "it take over this one's state_dict"
-            )
         self._obstacle = obstacle_of(self.optimizer)
         if self._obstacle:
             self._fall_back(self._obstacle)

@@ -9,7 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -237,6 +237,16 @@ class EpochLoop(ABC):
     @abstractmethod
     def step(self) -> None:
         """Performs one optimizer step."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Restores the model's own forward functions; no steps follow."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @abstractmethod
     def _parts(self) -> dict[str, Any]:

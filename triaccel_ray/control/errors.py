@@ -14,16 +14,9 @@ from triaccel_ray.config import ControlConfig
 from triaccel_ray.control.training import Training
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.measure.memory import LAZY_LOADING_BYTES, MIB, mib
+from triaccel_ray.model.dry_run import way_to_fp32
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.records.signals import Observation
-
-_OF_LOW_PRECISION = ("BFloat16", "Half")
-"""Names of 16-bit types in PyTorch's messages about operations that do not take them."""
-_TO_FP32 = (
-    " (layers return BF16 or FP16, as under torch.autocast: cast the tensor with .float() in the model, or train FP32 "
-    "with PrecisionConfig(enabled=False, initial=Precision.FP32), --adapt-precision off --precision fp32. Split words "
-    "are BF16 themselves: give weights='fp32' to code that reads them)"
-)
 
 _LEAST_MARGIN = 1.1
 """Factor on the batch's peak without a budget: under a cap, the allocator's memory is more fragmented."""
@@ -64,8 +57,8 @@ def explaining_errors(training: Training, repeat_step: Callable[[], object] | No
         memory = training.memory
         if not is_out_of_memory(error):
             is_low = any(dtype is not torch.float32 for dtype in training.precision.key)
-            if is_low and any(sign in str(error) for sign in _OF_LOW_PRECISION):
-                error.args = (f"{error}{_TO_FP32}",)
+            if is_low and (advice := way_to_fp32(str(error))):
+                error.args = (f"{error}{advice}",)
             raise
         if isinstance(error, PeerOutOfMemoryError):
             raise

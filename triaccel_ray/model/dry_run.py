@@ -28,6 +28,11 @@ from triaccel_ray.model.layers import (
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 
 OWN_PACKAGE = "triaccel_ray"
+_TO_FP32 = (
+    " (layers return BF16 or FP16, as under torch.autocast: cast the tensor with .float() in the model, or train FP32 "
+    "with PrecisionConfig(enabled=False, initial=Precision.FP32), --adapt-precision off --precision fp32. Split words "
+    "are BF16 themselves: give weights='fp32' to code that reads them)"
+)
 MAX_FRAMES = 3
 """Maximum number of frames of user code in a message, two lines each."""
 IN_YOUR_CODE = "in your code:"
@@ -55,7 +60,7 @@ def attributing_errors(what: str, about: Callable[[], str] = str) -> Iterator[No
         if is_own or isinstance(error, FileNotFoundError) or is_out_of_memory(error) or _ends_the_process(error):
             raise
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300].rstrip(": ")
-        raise _user_code_error(f"{what} raised {text}{about()}", error) from error
+        raise _user_code_error(f"{what} raised {text}{about()}{way_to_fp32(text)}", error) from error
 
 
 @contextlib.contextmanager
@@ -72,6 +77,11 @@ def forbidding_exit() -> Iterator[None]:
             raise
         text = f"the task's code called sys.exit({error.code!r}): raise an error that says what is wrong"
         raise _user_code_error(text, error) from error
+
+
+def way_to_fp32(message: str) -> str:
+    """Returns how to compute in FP32 if a message of PyTorch's names a 16-bit type, else nothing."""
+    return _TO_FP32 if any(name in message for name in ("BFloat16", "Half")) else ""
 
 
 def _user_code_error(text: str, error: BaseException) -> UserCodeError:

@@ -73,6 +73,16 @@ def top1(outputs: Any, targets: Any) -> Tensor:
     return hits
 
 
+def labeled_hits(outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
+    """Returns for how many targets `top1` holds, and the number of targets; those of -100 are ignored.
+
+    Raises:
+        TypeError: outputs are not scores of classes, or targets are not classes.
+    """
+    hits, is_labeled = top1(outputs, targets), targets != -100
+    return (hits & is_labeled).sum(), is_labeled.sum()
+
+
 def token_loss(outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
     """Returns the sum of the tokens' cross-entropy, in nats, and their number; targets of -100 are ignored.
 
@@ -118,8 +128,8 @@ def _exp(nats: float) -> float:
     return math.inf if nats > 709.0 else math.exp(nats)
 
 
-ACCURACY: Final = Metric(values=top1, of_mean=lambda share: 100.0 * share, unit="%")
-"""Percent of the samples whose largest output is the target's class."""
+ACCURACY: Final = Metric(values=labeled_hits, of_mean=lambda share: 100.0 * share, unit="%")
+"""Percent of the targets whose class has the largest output; as in the cross-entropy, targets of -100 are ignored."""
 PERPLEXITY: Final = Metric(values=token_loss, of_mean=_exp, maximize=False)
 """exp(mean loss per token): the number of equally likely tokens that would have the same loss."""
 BITS_PER_BYTE: Final = Metric(values=token_loss, of_mean=lambda nats: nats / math.log(2.0), maximize=False)

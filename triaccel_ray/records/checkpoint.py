@@ -31,10 +31,10 @@ class OtherFormatError(CheckpointError):
 
 
 def save_checkpoint(
-    path: Path, state: dict[str, Any], *, previous: Path | None = None, confirm: Callable[[], None] | None = None
+    path: str | Path, state: dict[str, Any], *, previous: Path | None = None, confirm: Callable[[], None] | None = None
 ) -> None:
     """Writes `state` (tensors, numbers, strings, lists and dicts of them) to `path`, as `save_durably` does."""
-    save_durably(path, {"format": FORMAT, "state": state}, previous=previous, confirm=confirm)
+    save_durably(Path(path), {"format": FORMAT, "state": state}, previous=previous, confirm=confirm)
 
 
 def save_durably(
@@ -95,13 +95,14 @@ def _loadable(value: Any, name: str) -> Any:
     return value
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """Returns the state saved at `path`, all tensors on the CPU; `load_state_dict` moves them to their devices.
 
     Raises:
         CheckpointError: the file is missing or damaged.
         OtherFormatError: another version wrote it.
     """
+    path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path} does not exist: name the folder of a run that has saved one")
     return read_checkpoint(path, path)

@@ -59,7 +59,8 @@ class RunFailedError(RuntimeError):
         text = str(error) if known else f"{type(error).__name__}: {error}"
         trace = f", the traceback in {ERROR}" if (folder / ERROR).exists() else ""
         where = [note for note in getattr(error, "__notes__", ()) if note.startswith(IN_YOUR_CODE)]
-        said = f"{folder.name} failed ({self.cause}): {text[:500]}; its log and last checkpoint are in {folder}{trace}"
+        cause = "" if self.cause == "bug" else f" ({self.cause})"
+        said = f"{folder.name} failed{cause}: {text[:500]}; its log and last checkpoint are in {folder}{trace}"
         super().__init__("\n".join([said, *where[:1]]))
         self.__cause__ = error
 

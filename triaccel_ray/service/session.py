@@ -179,6 +179,7 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
         place = storage / re.sub(r"^([^/]+)/(trial-\d+)$", rf"\1/{TRIALS}/\2", name.rstrip("/"))
         pull_all(place)
         if not os.path.isdir(place.folder):
+            require(not os.path.isfile(name), "name", name, f"is a file: an event log must be called {EVENTS}")
             close = difflib.get_close_matches(place.base_name, _results_in(place.parent.folder), n=1)
             is_here = name in _results_in(Path())  # in the current folder, which only a path names
             nearest = f".{os.sep}{name}" if is_here else close and (place.parent / close[0]).name
