@@ -30,6 +30,16 @@ def test_replay_under_the_same_configuration_reproduces_every_decision(config, m
     assert replayed.decisions == tuple(decision for _, decision in log)
 
 
+@pytest.mark.parametrize("first", [1, 50])
+def test_a_log_of_a_resumed_run_without_the_first_ticks_is_taken_up_after_its_first_one(first):
+    log = log_of()[first:]
+    replayed = replay(CONFIG, log)
+    assert replayed.diverged_at is None
+    assert replayed.decisions == tuple(decision for _, decision in log)
+    other = replace(CONFIG, batch=replace(CONFIG.batch, oom_cooldown_ticks=1))
+    assert replay(other, log).diverged_at > 0
+
+
 def test_the_simulated_log_holds_every_kind_of_event():
     log = log_of()
     kinds = {fault.kind.value for observation, _ in log for fault in observation.faults}

@@ -29,18 +29,22 @@ def replay(config: ControlConfig, log: Sequence[tuple[Observation, Decision]]) -
     """Returns the decisions that `config` makes on the log's observations, valid up to the first divergence.
 
     The configuration that wrote the log reproduces every decision exactly, including state and reasons. Only plans are
-    compared, because another configuration may differ in state and reasons while the run stays the same.
+    compared, because another configuration may differ in state and reasons while the run stays the same. A log of a
+    resumed run that lacks the first ticks is taken up after its first one.
     """
     if not log:
         return Replay(decisions=(), diverged_at=None)
-    first = log[0][0]
-    state = initial_decision(config, [(layer.name, layer.supported) for layer in first.layers]).state
-    initial = {name: layer.by_variance for name, layer in state.layers.items()}
-    if (config.batch.start, initial) != (first.plan.batch_size, first.plan.precision):
-        plan = replace(first.plan, batch_size=config.batch.start, precision=initial)
-        return Replay(decisions=(Decision(plan=plan, state=state),), diverged_at=0)
+    first, decided = log[0]
     decisions: list[Decision] = []
-    for index, (observation, recorded) in enumerate(log):
+    if first.tick > 0:
+        decisions, state = [decided], decided.state
+    else:
+        state = initial_decision(config, [(layer.name, layer.supported) for layer in first.layers]).state
+        initial = {name: layer.by_variance for name, layer in state.layers.items()}
+        if (config.batch.start, initial) != (first.plan.batch_size, first.plan.precision):
+            plan = replace(first.plan, batch_size=config.batch.start, precision=initial)
+            return Replay(decisions=(Decision(plan=plan, state=state),), diverged_at=0)
+    for index, (observation, recorded) in enumerate(log[len(decisions) :], len(decisions)):
         decision = decide(config, observation, state)
         decisions.append(decision)
         if decision.plan != recorded.plan:
