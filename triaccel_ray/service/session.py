@@ -115,6 +115,10 @@ def new_name(given: str | None, *parts: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text)
 
 
+_RESERVED = ("artifacts", "mlflow.db")
+"""Names in the storage folder that are no runs."""
+
+
 def checked_name(name: str) -> str:
     """Returns `name` if it stays inside the storage folder.
 
@@ -123,6 +127,7 @@ def checked_name(name: str) -> str:
     """
     rule = "must begin with a letter or digit and hold letters, digits, '.', '_' and '-' alone, 100 at most"
     require(is_plain_name(name), "name", name, rule)
+    require(name not in _RESERVED, "name", name, "is where MLflow's records lie; choose another")
     return name
 
 

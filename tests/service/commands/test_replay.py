@@ -130,7 +130,9 @@ def test_a_reason_that_lasts_has_one_row_with_its_first_and_last_step(run: RunRe
 
 
 def test_what_holds_no_ticks_cannot_be_replayed(run: RunRecord) -> None:
-    for method, said in (("triaccel", "it was shorter than 50 steps"), ("amp", "method amp decides nothing")):
+    said_of = {"triaccel": "it was shorter than 50 steps", "amp": "method amp decides nothing"}
+    said_of["tune-batch"] = "method tune-batch decides nothing"
+    for method, said in said_of.items():
         without = replace(run, ticks=(), spec=replace(run.spec, method=method))
         with pytest.raises(LogError, match=f"run run made no tick: {said}"):
             list(verdict(without, CONTROL))

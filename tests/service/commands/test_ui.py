@@ -1,3 +1,4 @@
+import socket
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,15 @@ def test_experiments_with_runs_have_pages_the_latest_first(
     assert list(pages) == [f"{experiment} newer", f"{experiment} older"]
     number = sqlite_tracker.experiment_id(f"{experiment} newer")
     assert pages[f"{experiment} newer"] == f"http://x/#/experiments/{number}/runs?workflowType=machine_learning"
+
+
+def test_a_port_in_use_is_refused_before_anything_is_shown(
+    sqlite_tracker: Tracker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        status, shown, said = typed(capsys, "ui", "--port", str(port), "--tracking-uri", sqlite_tracker.uri)
+    assert (status, shown) == (2, "")
+    assert f"(host, port) = ('127.0.0.1', {port}): cannot be served at (Address already in use)" in " ".join(
+        said.split()
+    )

@@ -195,8 +195,19 @@ def test_without_a_trial_within_the_margin_the_reason_is_said() -> None:
 )
 def test_a_search_without_a_trial_to_its_end_says_what_ended_them(ends: Sequence[tuple[str, str]], text: str) -> None:
     runs = [replace(run_of(f"t{i}"), end=End(status=status, cause=why)) for i, (status, why) in enumerate(ends)]
-    said, _ = recommendation(search_of(*runs))
+    record = search_of(*runs)
+    said, command = recommendation(record)
     assert re.match(f"No trial ran to its end .*{text}", said)
+    assert said.endswith(f"Not all has begun: `triaccel resume {record.folder.name}` goes on.")
+    assert command == ""
+    complete = replace(record, spec=replace(record.spec, num_trials=max(len(runs), 1)))
+    assert recommendation(complete)[1].endswith("amp") == bool(runs)
+
+
+def test_a_difference_of_less_than_a_percent_is_called_one() -> None:
+    close, clear = (recommendation(search(accuracy))[0] for accuracy in (90.5, 92.0))
+    assert "AMP alone is as good within 1%. To train with its thresholds:" in close
+    assert "as good within" not in clear
 
 
 def test_what_decides_is_found_important_among_trials_at_the_same_epoch() -> None:

@@ -38,6 +38,10 @@ def spec_of(command: Trains) -> RunSpec | SearchSpec | ComparisonSpec:
     return run_of(command)
 
 
+_OF_THE_ENGINE = ("initial", "allow_slow_precisions", "fp8")
+"""Options of the rule of precisions that say how a method computes which adapts none."""
+
+
 def run_of(command: Run) -> RunSpec:
     """Returns the spec of the run that the command asks for.
 
@@ -54,13 +58,25 @@ def run_of(command: Run) -> RunSpec:
     is_final = command.final or base.purpose is Purpose.FINAL
     options.setdefault(("keep",), "last" if is_final else base.keep or "last")
     spec = with_options(base, {**options, ("purpose",): Purpose.FINAL if is_final else base.purpose})
-    setting = RUN_SETTINGS["initial_layers"]
-    given_layers = options.get(setting.path)
-    if given_layers and command.config is None:  # a file's are those of its run, whatever its method
-        is_used = spec.method_control.precision.initial_layers == given_layers
-        rule = f"--method {spec.method} computes all layers alike; leave it out, or give --method triaccel"
-        require(is_used, f"--{setting.option}", setting.shown(given_layers), rule)
+    if command.config is None:  # a file's are those of its run, whatever its method
+        _require_used(spec, options)
     return spec
+
+
+def _require_used(spec: RunSpec, options: Given) -> None:
+    """Checks that the method uses the given options of rules, unless they turn a rule off.
+
+    Raises:
+        ValueError: it does not.
+    """
+    control = spec.method_control
+    is_on = {"precision": control.precision.enabled, "curvature": control.curvature.enabled}
+    for setting in RUN_SETTINGS.values():
+        part, name = setting.path[1:3] if len(setting.path) == 3 else ("", "")
+        is_alike = name == "enabled" or (name in _OF_THE_ENGINE and not spec.is_baseline)
+        if setting.path in options and spec.method not in ("triaccel", "paper") and not is_on.get(part, True):
+            rule = f"--method {spec.method} does not use it; leave it out, or give --method triaccel"
+            require(is_alike, f"--{setting.option}", setting.shown(options[setting.path]), rule)
 
 
 def tuning_of(command: TuneBatch) -> RunSpec:

@@ -21,6 +21,7 @@ from triaccel_ray.service.runs.record import figures_of
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.log_tail import LogTail
 from triaccel_ray.service.units import format_bytes
+from triaccel_ray.trainables.task import Purpose
 
 
 @dataclass
@@ -45,7 +46,7 @@ class _Run:
             self.step_text(epoch.images_per_second, epoch.batch_size, epoch.peak_bytes),
             self._layers(),
             f"loss {epoch.train_loss:.4f}",
-            _judged(epoch, goal),
+            self.judged(epoch, goal),
         )
         return ", ".join(filter(None, parts))
 
@@ -68,11 +69,13 @@ class _Run:
             return "layers " + " ".join(f"{levels[level]} {level.value}" for level in Precision if level in levels)
         return ""
 
-
-def _judged(epoch: Epoch, goal: Goal, results: Mapping[str, float] = MappingProxyType({})) -> str:
-    """Returns metric and score on held-out samples as text, those of `results` if it has them; empty without."""
-    figures = figures_of([epoch], goal, results)
-    return "" if figures is None else f"held out {goal.named(figures.metric)}, score {figures.score:.2f}"
+    def judged(self, epoch: Epoch, goal: Goal, results: Mapping[str, float] = MappingProxyType({})) -> str:
+        """Returns metric and score on held-out samples as text, those of `results` if it has them; empty without."""
+        figures = figures_of([epoch], goal, results)
+        if figures is None:
+            return ""
+        is_final = self.start is not None and self.start.info.get("purpose") == Purpose.FINAL.value
+        return f"{'test' if is_final else 'held out'} {goal.named(figures.metric)}, score {figures.score:.2f}"
 
 
 class Progress:
@@ -168,7 +171,7 @@ class Progress:
         counter = f"{num_ended}/{self._num_trials} " if self._num_trials else ""
         after, text = "", ""
         if run.epoch is not None:
-            after, text = f" after {run.epoch_text(run.epoch)}", _judged(run.epoch, self._goal, end.results)
+            after, text = f" after {run.epoch_text(run.epoch)}", run.judged(run.epoch, self._goal, end.results)
         if end.status == "failed":
             reason = end.message.partition("\n")[0]
             text = "likewise" if reason == self._last_reason else reason

@@ -11,6 +11,7 @@ from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import LogError
 from triaccel_ray.records.plan import Plan
 from triaccel_ray.service.report.tables import Grid
+from triaccel_ray.service.runs.methods import TUNE_BATCH
 from triaccel_ray.service.runs.record import RunRecord
 
 _OTHER_VERSION = "under its own configuration that means the log was written by another version, or was changed"
@@ -51,7 +52,8 @@ def verdict(run: RunRecord, control: ControlConfig) -> Iterator[str]:
     """
     if not run.ticks:
         too_short = f"it was shorter than {run.spec.control.every_steps} steps"
-        why = f"method {run.spec.method} decides nothing" if run.spec.is_baseline else too_short
+        decides = not run.spec.is_baseline and run.spec.method != TUNE_BATCH
+        why = too_short if decides else f"method {run.spec.method} decides nothing"
         raise LogError(f"run {run.name} made no tick: {why}")
     result = replay(control, [(tick.observation, tick.decision) for tick in run.ticks])
     is_own = control == run.start.control

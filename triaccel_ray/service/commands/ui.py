@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -45,14 +46,32 @@ def runs_pages(tracker: Tracker, base: str) -> dict[str, str]:
 
 
 def show(tracker: Tracker, host: str, port: int) -> int:
-    """Prints the page of each experiment, serves a SQLite store until Ctrl-C, and returns the exit status."""
+    """Prints the page of each experiment, serves a SQLite store until Ctrl-C, and returns the exit status.
+
+    Raises:
+        ValueError: the port is in use, or this machine does not have the address `host`.
+    """
     is_server = tracker.uri.startswith("http")
+    if not is_server:
+        _require_free(host, port)
     pages = runs_pages(tracker, tracker.uri.rstrip("/") if is_server else f"http://{host}:{port}")
     lines = [f"{name}: {page}" for name, page in pages.items()] or ["no runs are recorded yet"]
     title = "the tracking server has its own UI:" if is_server else "MLflow UI (Ctrl-C ends it)"
     out.print("\n".join([title, *lines, f"store: {tracker.uri}"]), soft_wrap=True)
     sys.stdout.flush()
     return 0 if is_server else _serve(tracker.uri, host, port)
+
+
+def _require_free(host: str, port: int) -> None:
+    """Checks that a server could listen there; MLflow's own ends without an error status if it cannot."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            probe.bind(address)
+    except OSError as error:
+        rule = f"cannot be served at ({error.strerror}); choose another --port or --host"
+        raise ValueError(f"(host, port) = ({host!r}, {port}): {rule}") from error
 
 
 def _serve(store_uri: str, host: str, port: int) -> int:

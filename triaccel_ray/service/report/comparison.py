@@ -45,7 +45,8 @@ def view_comparison(record: Comparison) -> View:
     missing = [name for name in final_runs(spec, record.fixed) if name not in record.runs]
     pictures = []
     if series := [_series(each, base.goal) for each in _results(record, spec.all_methods).values() if each.by_seed]:
-        subtitle = joined(f"{base.task}, {counted(spec.num_seeds, 'seed')}, mean ± deviation", sharing_note(base))
+        deviation = ", mean ± deviation" if spec.num_seeds > 1 else ""
+        subtitle = joined(f"{base.task}, {counted(spec.num_seeds, 'seed')}{deviation}", sharing_note(base))
         figure = metric_against_cost(series, base.goal, subtitle=subtitle, samples="test")
         pictures = [save(figure, folder / FIGURES / f"{base.goal.name}_against_cost.png")]
     facts = {"seeds": f"{spec.num_seeds}, from 0"} | {label(name): METHODS[name] for name in spec.all_methods}

@@ -140,12 +140,20 @@ def missing_runs(record: SearchRecord) -> list[str]:
     return missing + [name for name in map(trial_name, range(record.spec.num_trials)) if name not in begun]
 
 
+_TIE_SHARE = 0.01
+"""Difference between objectives, relative, below which repeats on one machine vary as well."""
+
+
 def recommendation(record: SearchRecord) -> tuple[str, str]:
     """Returns what to train with, the best trial or a baseline that beats it in the search's objective, and a command.
 
-    The command is empty if neither a trial nor a baseline can be recommended.
+    The command is empty if neither a trial nor a baseline can be recommended, such as while no trial has
+    finished and some have not begun.
     """
     best, objective, compared = best_trial(record), record.objective, candidates(record)
+    has_more = len(record.trials) + len(record.damaged) < record.spec.num_trials
+    if has_more and not any(run.status == "finished" for run in record.trials):
+        return f"{_why_none(record)} Not all has begun: `triaccel resume {record.folder.name}` goes on.", ""
     figures = {name: run.figures for name, run in compared.items() if run.figures is not None}
     values = {name: objective.value(compared[name].epochs[-1].epoch, each) for name, each in figures.items()}
     if not values:
@@ -159,6 +167,9 @@ def recommendation(record: SearchRecord) -> tuple[str, str]:
         if objective.name != "metric" and (unlike := _unlike(record.spec.base)):
             sentence += f" But {unlike}."
         if winner == best.name:
+            nearest = max((name for name in values if name != winner), key=lambda name: values[name], default=None)
+            if nearest is not None and values[winner] - values[nearest] <= _TIE_SHARE * abs(values[winner]):
+                sentence += f" {nearest.upper()} alone is as good within {_TIE_SHARE:.0%}."
             return f"{sentence} To train with its thresholds:", repeat_command("run", best.folder)
     command = repeat_command("run", record.baselines[winner].folder)
     return f"{sentence} On this task and hardware train with {winner.upper()}:", command

@@ -94,8 +94,8 @@ def folder_in_use(folder: Path) -> ValueError:
 def name_in_use(name: str, where: str) -> ValueError:
     """Returns the error for a requested `name` that is taken already, at `where`."""
     return ValueError(
-        f"name = {name!r}: {where} exists already and is left as it is; choose another --name, or go on with "
-        f"`triaccel resume {name}`"
+        f"name = {name!r}: {where} exists already and is left as it is; choose another --name, or, if nothing trains "
+        f"there any more, go on with `triaccel resume {name}`"
     )
 
 
