@@ -76,8 +76,8 @@ def stored(value: Any, name: str, file: str = SPEC) -> Path:
 
 
 def test_options_become_a_spec(tmp_path: Path) -> None:
-    words = "run digits --epochs 2 --lr 0.2 --memory-headroom 64MiB --device cpu --batch-size 64 --method dynamic-both --seed 5"
-    words += " --tau-low 1e-9 --rho-high 0.8 --rho-low 0.5 --t-ctrl 9 --lr-rule linear --final"
+    words = "run digits --epochs 2 --lr 0.2 --memory-headroom 64MiB --device cpu --batch-size 64 --seed 5"
+    words += " --method dynamic-both --tau-low 1e-9 --rho-high 0.8 --rho-low 0.5 --t-ctrl 9 --lr-rule linear --final"
     spec = typed(*words.split())
     assert (spec.method, spec.seed, spec.purpose, spec.device) == ("dynamic-both", 5, Purpose.FINAL, "cpu")
     assert (spec.recipe.epochs, spec.recipe.lr, spec.recipe.momentum) == (2, 0.2, Digits.recipe.momentum)

@@ -80,6 +80,12 @@ def test_a_run_has_a_line_for_each_epoch_once(screen: StringIO, tmp_path: Path) 
     ]
 
 
+def test_what_a_final_run_is_judged_on_is_called_test_samples(screen: StringIO, tmp_path: Path) -> None:
+    with Progress("training", tmp_path, ["one"]):
+        write(tmp_path / "one", replace(START, info={"purpose": "final"}), epoch_record(3), FINISHED)
+    assert screen.getvalue().splitlines()[-1].startswith("one finished after epoch 3/3: test accuracy 97.49 %")
+
+
 @pytest.mark.parametrize(("num_epochs", "num_lines"), [(7, 7), (100, 100), (101, 51), (1000, 101)])
 def test_a_long_run_has_a_hundred_lines(screen: StringIO, tmp_path: Path, num_epochs: int, num_lines: int) -> None:
     start = Start(control=ControlConfig(), parameters={"recipe.epochs": num_epochs})
