@@ -247,7 +247,9 @@ def test_a_run_that_resumes_where_fp8_is_not_offered_goes_on_in_the_next_precisi
     with closing(loop_of(fixed)) as loop:
         loop.train_epoch()
         state = loop.state_dict()
-    with closing(loop_of(replace(fixed, fp8=False, initial=BF16, allow_slow_precisions=False))) as resumed:
+    with closing(
+        loop_of(replace(fixed, enabled=True, fp8=False, initial=BF16, allow_slow_precisions=False))
+    ) as resumed:
         resumed.load_state_dict(state)
         assert set(resumed.plan.precision.values()) <= {BF16, FP32}
         details = [fault.detail for fault in resumed.tick().observation.faults]

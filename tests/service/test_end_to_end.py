@@ -178,8 +178,8 @@ def test_a_mistake_in_a_task_is_told_by_its_own_lines_and_its_traceback_is_kept(
     assert desk.type("search", f"{own}:Mistaken", "--trials", "1", "--name", "mistaken", "--device", "cpu") == 1
     said = capsys.readouterr().err
     folder = desk.storage / "mistaken" / "baselines"
-    name, *_ = [path.name for path in folder.iterdir() if f"{path.name} failed (bug)" in said]
-    assert f"{name} failed (bug): ValueError: the shapes do not fit; its log" in said
+    name, *_ = [path.name for path in folder.iterdir() if f"{path.name} failed: " in said]
+    assert f"{name} failed: ValueError: the shapes do not fit; its log" in said
     assert f"{folder / name}, the traceback in error.txt" in said
     assert "in forward" in (folder / name / ERROR).read_text()
     last = [event.record for event in read_events(folder.parent / EVENTS)][-1]

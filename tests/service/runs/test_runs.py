@@ -37,7 +37,7 @@ def test_each_run_ends_its_own_way(tmp_path: Path) -> None:
     failures = run_all(specs, StoragePath(str(tmp_path)), num_gpus=0)
     assert list(failures) == ["mistaken", "refused"]
     assert isinstance(failures["mistaken"], RunFailedError)
-    assert "mistaken failed (bug): KeyError: 'a mistake in the loss'" in str(failures["mistaken"])
+    assert "mistaken failed: KeyError: 'a mistake in the loss'" in str(failures["mistaken"])
     assert type(failures["refused"]) is ValueError
     assert "memory budget = 1 MiB" in str(failures["refused"])
     assert failures["refused"].__notes__[-1] == "raised by the run refused"
