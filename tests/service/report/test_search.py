@@ -198,7 +198,7 @@ def test_a_search_without_a_trial_to_its_end_says_what_ended_them(ends: Sequence
     record = search_of(*runs)
     said, command = recommendation(record)
     assert re.match(f"No trial ran to its end .*{text}", said)
-    assert said.endswith(f"Not all has begun: `triaccel resume {record.folder.name}` goes on.")
+    assert said.endswith(f"Not all has begun: `triaccel resume {record.folder.absolute()}` goes on.")
     assert command == ""
     complete = replace(record, spec=replace(record.spec, num_trials=max(len(runs), 1)))
     assert recommendation(complete)[1].endswith("amp") == bool(runs)

@@ -167,10 +167,16 @@ def _toml(value: Any) -> str:
 
 
 def repeat_command(command: str, folder: Path) -> str:
-    """Returns the command, ready to paste, that repeats the result in `folder`.
+    """Returns the command, ready to paste, that repeats the result in `folder`."""
+    return shlex.join(["triaccel", command, "--from", _name_of(folder)])
 
-    A folder outside the default storage is named by its path, which needs no --storage-path.
-    """
+
+def resume_command(folder: Path) -> str:
+    """Returns the command, ready to paste, that resumes what is in `folder`."""
+    return shlex.join(["triaccel", "resume", _name_of(folder)])
+
+
+def _name_of(folder: Path) -> str:
+    """Returns the name of a result; outside the default storage its path, which needs no --storage-path."""
     storage = DEFAULT_STORAGE.folder
-    name = folder.relative_to(storage) if folder.is_relative_to(storage) else folder.absolute()
-    return shlex.join(["triaccel", command, "--from", str(name)])
+    return str(folder.relative_to(storage) if folder.is_relative_to(storage) else folder.absolute())

@@ -69,14 +69,16 @@ def _require_used(spec: RunSpec, options: Given) -> None:
     Raises:
         ValueError: it does not.
     """
+    if spec.method in ("triaccel", "paper"):
+        return
     control = spec.method_control
     is_on = {"precision": control.precision.enabled, "curvature": control.curvature.enabled}
+    off = {("control", part) for part, enabled in is_on.items() if not enabled}
+    used = ("enabled",) if spec.is_baseline else ("enabled", *_OF_THE_ENGINE)
     for setting in RUN_SETTINGS.values():
-        part, name = setting.path[1:3] if len(setting.path) == 3 else ("", "")
-        is_alike = name == "enabled" or (name in _OF_THE_ENGINE and not spec.is_baseline)
-        if setting.path in options and spec.method not in ("triaccel", "paper") and not is_on.get(part, True):
+        if setting.path in options and setting.path[:2] in off:
             rule = f"--method {spec.method} does not use it; leave it out, or give --method triaccel"
-            require(is_alike, f"--{setting.option}", setting.shown(options[setting.path]), rule)
+            require(setting.path[-1] in used, f"--{setting.option}", setting.shown(options[setting.path]), rule)
 
 
 def tuning_of(command: TuneBatch) -> RunSpec:

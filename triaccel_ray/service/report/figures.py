@@ -310,10 +310,8 @@ def batch_sizes(ms_per_sample: Mapping[int, float], efficient: int | None, *, su
 
 def _kept_bytes(region: RegionSignal, kind: Storage) -> int:
     """Returns the bytes that a region holds on the device between its passes."""
-    if kind is Storage.JOIN:
-        return 0
-    if kind is Storage.RECOMPUTE:
-        return region.input_bytes
+    if kind.is_recomputed:  # alone if it cannot join
+        return 0 if kind is Storage.JOIN and region.can_join else region.input_bytes
     return region.saved_bytes - (region.offloadable_bytes if kind is Storage.OFFLOAD else 0)
 
 

@@ -13,7 +13,7 @@ from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.importance import FanovaImportanceEvaluator
 
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.cli.options import repeat_command
+from triaccel_ray.service.cli.options import repeat_command, resume_command
 from triaccel_ray.service.report.drawing import BLUE, GRAY, METHOD_STYLES, NAVY, Series, metric_against_cost, save
 from triaccel_ray.service.report.provenance import about, all_settings, sharing_note, troubles
 from triaccel_ray.service.report.report import View, with_page
@@ -153,7 +153,7 @@ def recommendation(record: SearchRecord) -> tuple[str, str]:
     best, objective, compared = best_trial(record), record.objective, candidates(record)
     has_more = len(record.trials) + len(record.damaged) < record.spec.num_trials
     if has_more and not any(run.status == "finished" for run in record.trials):
-        return f"{_why_none(record)} Not all has begun: `triaccel resume {record.folder.name}` goes on.", ""
+        return f"{_why_none(record)} Not all has begun: `{resume_command(record.folder)}` goes on.", ""
     figures = {name: run.figures for name, run in compared.items() if run.figures is not None}
     values = {name: objective.value(compared[name].epochs[-1].epoch, each) for name, each in figures.items()}
     if not values:
