@@ -139,19 +139,19 @@ def test_a_finished_baseline_within_the_margin_that_is_better_is_named() -> None
         assert recommendation(replace(record, baselines=baselines))[1].endswith(best)
 
 
-def test_of_a_run_and_its_repeats_the_best_one_counts() -> None:
+def test_the_best_repeat_counts_in_place_of_the_run() -> None:
     record = search(91.0)
     amp, (trial,) = record.baselines["amp"], record.trials
     again = [changed(amp, seconds=15.0), changed(amp, seconds=5.0)]
     repeated = replace(record, repeats={"amp": again, "trial-000": [changed(trial, seconds=20.0)]})
     sentence, command = recommendation(repeated)
-    assert "has score 18.2, AMP score 36, " in sentence
+    assert "has score 9.1, AMP score 36, " in sentence
     assert command == f"triaccel run --from {amp.folder.absolute()}"
     grid = search_grid(repeated)
     assert [row[0] for row in grid.rows][:2] == ["AMP again", "trial-000 again"]
-    assert "again: the best of 3 more runs" in grid.note
+    assert "again: the best of 3 more runs, which counts in place of the first" in grid.note
     faster = replace(record, repeats={"amp": [changed(amp, seconds=20.0)], "trial-000": [changed(trial, seconds=5.0)]})
-    assert "has score 36.4, AMP score 18, FP32 score 18." in recommendation(faster)[0]
+    assert "has score 36.4, AMP score 9, FP32 score 18." in recommendation(faster)[0]
     ring = next(each for each in outcomes(faster) if each.label == "best: trial-000, score 36.4")
     assert [point.seconds for point in ring.points] == [5.0]
     failed = replace(changed(amp, seconds=5.0), end=End(status="failed", cause="non_finite"))

@@ -214,13 +214,14 @@ def best_trial(record: SearchRecord) -> RunRecord | None:
 def candidates(record: SearchRecord) -> dict[str, RunRecord]:
     """Returns the best trial, if any, and then the baselines that finished, by name.
 
-    Of a run and its repeats, the best one counts: other load on the machine lengthens steps, and never shortens them.
+    A run that was repeated is replaced by its best repeat: other load on the machine lengthens steps, and never
+    shortens them. The trial's own run was chosen because its figures are good, so these favor it.
     """
     best = best_trial(record)
     runs = {} if best is None else {best.name: best}
     runs |= {name: record.baselines[name] for name in ("amp", "fp32") if is_finished(record.baselines.get(name))}
     repeats = best_repeats(record)
-    return {name: max(run, repeats.get(name, run), key=partial(_value, record)) for name, run in runs.items()}
+    return {name: repeats.get(name, run) for name, run in runs.items()}
 
 
 def best_repeats(record: SearchRecord) -> dict[str, RunRecord]:
