@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -39,10 +40,12 @@ def loop_in_fp32(
     loop.close()
 
 
-def loop_by_default(model: nn.Module, precision: PrecisionConfig, *, width: int = 1, **settings) -> ControlLoop:
+def loop_by_default(
+    model: nn.Module, precision: PrecisionConfig, loss=F.mse_loss, *, width: int = 1, **settings
+) -> ControlLoop:
     config = ControlConfig(precision=precision, curvature=CurvatureConfig(enabled=False), **settings)
     data = torch.randn(128, width), torch.randn(128, 1)
-    return ControlLoop(model, torch.optim.Adam(model.parameters()), F.mse_loss, data, config=config)
+    return ControlLoop(model, torch.optim.Adam(model.parameters()), loss, data, config=config)
 
 
 def sines() -> nn.Module:
@@ -226,6 +229,28 @@ def test_a_constant_in_the_loss_does_not_hide_that_the_outputs_change() -> None:
     with trained_network(loss=lambda outputs, targets: F.mse_loss(outputs, targets) + 100.0) as loop:
         (fault,) = loop.tick().applied.faults
         assert fault.layers == ("0.linear",)
+
+
+class Masked(nn.Module):
+    """Adds an output that never changes, such as that of a forbidden class."""
+
+    def __init__(self, network: nn.Module, value: float) -> None:
+        super().__init__()
+        self.network, self.value = network, value
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.network(x)
+        return torch.cat((out, torch.full_like(out, self.value)), 1)
+
+
+@pytest.mark.parametrize("value", [-math.inf, torch.finfo(torch.float32).min, -1e9, -1e4, 1.0, math.nan])
+def test_a_masked_output_does_not_hide_that_others_change(value: float) -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(outputs[:, :1], targets)
+
+    with closing(loop_by_default(Masked(sines(), value), PrecisionConfig(), loss)) as loop:
+        assert loop.plan.precision["network.0.linear"] is FP32
+        assert loop.plan.precision["network.1.linear"] is BF16
 
 
 class Slope(nn.Module):

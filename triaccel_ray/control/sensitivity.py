@@ -27,6 +27,8 @@ from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision
 _NUM_SAMPLES_NEW, _NUM_SAMPLES_TRAINED = 8, 32
 """Samples on which a new model and one in training are checked. Logits of many long texts would take more memory than a
 step."""
+_MASK = 5e3
+"""Masks are usually -1e4, -1e9, the least number of a format, or infinite; NaN, or another constant, is one, too."""
 Precisions = Mapping[str, Precision]
 
 
@@ -185,6 +187,10 @@ class _Check:
 
 
 def _relative_change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    # Where both are infinite, as in masks, the difference would be NaN.
-    moved = [torch.where(one == other, 0.0, one - other) for one, other in zip(before, after, strict=True)]
-    return float(get_total_norm(moved) / get_total_norm(before).clamp(min=1e-30))
+    """Returns |after - before| / |before|, without masked elements: beside these any change would look small."""
+    moved, original = list[Tensor](), list[Tensor]()
+    for one, other in zip(before, after, strict=True):
+        is_masked = (one == other) | (one.isnan() & other.isnan()) | ((one.abs() > _MASK) & (other.abs() > _MASK))
+        moved.append(torch.where(is_masked, 0.0, one - other))
+        original.append(torch.where(is_masked, 0.0, one))
+    return float(get_total_norm(moved) / get_total_norm(original).clamp(min=1e-30))
