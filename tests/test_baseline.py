@@ -26,6 +26,21 @@ def baseline(model: nn.Module, method: Baseline, **options: Any) -> BaselineLoop
     return BaselineLoop(model, method=method, batch_size=8, seed=3, **options)
 
 
+def test_a_short_last_batch_has_fewer_parts_so_that_batch_norms_take_it() -> None:
+    loop = baseline(ConvNet(), "fp32", data=TensorSource(*images(11)), accumulate=4)  # batches of 8 and 3
+    loop.train_epoch()
+    assert loop.num_steps == 2
+
+
+def test_gradients_of_parameters_that_are_not_trained_do_not_add_up() -> None:
+    model = ConvNet()
+    head = list(model.parameters())[-1]
+    loop = baseline(model, "fp32", optimizer=torch.optim.SGD([head], lr=0.05), clip_norm=1.0)
+    for _ in range(3):
+        loop.step()
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize(("accumulate", "clip_norm"), [(1, None), (3, 0.2)])
 def test_fp32_is_the_loop_that_a_user_would_write_bit_for_bit(accumulate: int, clip_norm: float | None) -> None:
     model, reference = ConvNet(), ConvNet()
@@ -40,7 +55,7 @@ def test_fp32_is_the_loop_that_a_user_would_write_bit_for_bit(accumulate: int, c
         optimizer.param_groups[0]["lr"] = 0.05 * (1.0 - sampler.position / 4)
         indices = sampler.take(8)
         losses.append(0.0)
-        for part in indices.tensor_split(accumulate):
+        for part in indices.tensor_split(math.ceil(len(indices) / math.ceil(8 / accumulate))):
             inputs, targets = source.batch(part, sampler.generator)
             loss = cross_entropy(reference(inputs), targets) * (len(part) / len(indices))
             loss.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -98,7 +99,7 @@ class BaselineLoop(EpochLoop):
         indices = self.sampler.take(self.plan.batch_size)
         self._prepare_gradients()
         losses = []
-        for part in indices.tensor_split(min(self.plan.num_micro_batches, len(indices))):
+        for part in indices.tensor_split(math.ceil(len(indices) / self.plan.micro_batch_size)):
             inputs, targets = self.sampler.source.batch(part, self.sampler.generator)
             is_low = self._level is not Precision.FP32
             with torch.autocast(self.device.type, dtype=DTYPES[self._level] if is_low else None, enabled=is_low):
@@ -114,6 +115,7 @@ class BaselineLoop(EpochLoop):
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)  # of parameters that are not trained, but count in the norm
         self._schedule.advance(self.sampler)
         self.num_steps += 1
         self._epoch.num_steps += 1
