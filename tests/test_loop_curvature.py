@@ -1,5 +1,6 @@
 """What becomes of a loop whose curvature cannot be measured, or not any more."""
 
+import copy
 from dataclasses import replace
 from typing import Any, Self
 
@@ -129,7 +130,8 @@ def test_curvature_for_the_log_alone_is_tried_once_its_share_of_the_time_allows(
     now, loaded = 0.0, nn.Sequential(mlp(), moody := Moody(LookupError("eval mode is broken")))
     moody.is_broken = not works
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
-    config = replace(QUIET, every_steps=4, curvature=CurvatureConfig(every_steps=4))
+    batch = replace(QUIET.batch, enabled=False)
+    config = replace(QUIET, every_steps=4, curvature=CurvatureConfig(every_steps=4), batch=batch)
     monkeypatch.setattr(CurvatureMeter, "dry_run", lambda *_: pytest.fail("measures before the first step"))
     monkeypatch.setattr(control_curvature, "has_share", lambda *_: True)
     loop, ticks = loop_of(loaded, blobs(64), config)
@@ -313,6 +315,22 @@ def test_a_later_error_switches_curvature_off_also_for_a_resumed_run() -> None:
     resumed.load_state_dict(state)
     resumed.train_epoch()
     assert all(layer.eigenvalues is None for tick in later for layer in tick.observation.layers)
+
+
+def test_curvature_that_cannot_be_measured_where_a_run_is_resumed_is_off_and_told_of() -> None:
+    model = nn.Sequential(mlp(), Moody(RuntimeError("not here")))
+    model[1].is_broken = False
+    loop, _ = loop_of(model, blobs(240))
+    for _ in range(9):
+        loop.step()
+    assert loop.state.layers["0.0"].eigenvalues is not None
+    state = copy.deepcopy(loop.state_dict())
+    loop.close()
+    resumed, ticks = loop_of(nn.Sequential(mlp(), Moody(RuntimeError("not here"))), blobs(240))
+    resumed.load_state_dict(state)
+    resumed.train_epoch()
+    assert curvature_faults(ticks) == [(FaultKind.CURVATURE_OFF, 0, "fisher cannot be measured: not here")]
+    assert resumed.state.layers["0.0"].eigenvalues is None
 
 
 def test_an_error_of_the_data_is_no_error_of_curvature() -> None:

@@ -112,11 +112,12 @@ def test_a_layer_is_held_above_tau_curv_and_released_at_it(largest, held_before,
         assert remember(config, before, nothing) == (before, [])
 
 
-def test_layers_are_released_when_curvature_is_measured_no_more():
-    config = CurvatureConfig(tau_curv=5.0, alpha=0.1)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_layers_are_released_when_curvature_is_measured_no_more(enabled):
+    config = CurvatureConfig(tau_curv=5.0, alpha=0.1, enabled=enabled)
     before = LayerState(by_variance=BF16, eigenvalues=(9.0,), held=True)
     off = Fault(kind=FaultKind.CURVATURE_OFF, step=9, phase="curvature")
-    observation = observation_of(plan_of(), LayerSignal(name="conv"), faults=(off,))
+    observation = observation_of(plan_of(), LayerSignal(name="conv"), faults=(off,) if enabled else ())
     layers, (reason,) = remember_curvature(config, observation, {"conv": before})
     assert (layers["conv"].held, lr_scale(config, layers["conv"])) == (False, 1.0)
     assert (reason.code, reason.subject) == (ReasonCode.CURVATURE_RELEASED, "conv")

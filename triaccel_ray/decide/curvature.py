@@ -46,11 +46,11 @@ def remember_curvature(
 
     A layer is held one precision higher while the eigenvalue that also scales its learning rate exceeds tau_curv. Only
     a measurement can release it, so that its precision does not oscillate between two measurements. If curvature is
-    measured no more, all layers are released, and their learning rates return.
+    measured no more, or a resumed run is not to measure it, all layers are released, and their learning rates return.
     """
     updated: dict[str, LayerState] = {}
     reasons: list[Reason] = []
-    if any(fault.kind is FaultKind.CURVATURE_OFF for fault in observation.faults):
+    if not config.enabled or any(fault.kind is FaultKind.CURVATURE_OFF for fault in observation.faults):
         for name, state in layers.items():
             updated[name] = replace(state, eigenvalues=None, measured_once=False, held=False)
             if state.eigenvalues is not None:
@@ -59,7 +59,7 @@ def remember_curvature(
         return updated, reasons
     for signal in observation.layers:
         state = layers[signal.name]
-        if not config.enabled or not signal.eigenvalues:
+        if not signal.eigenvalues:
             updated[signal.name] = state
             continue
         eigenvalues = smooth_eigenvalues(

@@ -234,8 +234,8 @@ class CurvatureMeter:
         return {"vectors": copies, "off_because": self.off_because}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
-        self.off_because = state["off_because"]
+        """Restores what `state_dict` returned; what cannot be measured here stays off."""
+        self.off_because = self.off_because or state["off_because"]
         if state["vectors"] is not None:
             self._method.vectors = [vector.to(self._device) for vector in state["vectors"]]
             self._forget()  # a graph would start from the vectors that these replace
