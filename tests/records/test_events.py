@@ -103,6 +103,13 @@ def test_reopening_keeps_what_belongs_to_the_checkpoint(tmp_path: Path, keep: in
     assert (tmp_path / "other").read_bytes() == b""
 
 
+def test_a_log_that_would_begin_with_a_tick_is_refused(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    with pytest.raises(LogError, match=r"begins with a tick: give the loop on_tick=log.append itself"):
+        log.append(a_tick())
+    log.close()
+
+
 def test_a_log_shorter_than_its_checkpoint_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "log", *RECORDS)
     path.write_bytes(path.read_bytes()[:-1])

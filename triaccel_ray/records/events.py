@@ -239,8 +239,11 @@ class EventLog:
         """Writes one record as one line.
 
         Raises:
+            LogError: the first record is a tick: `ControlLoop` begins a log that it gets as `on_tick=log.append`.
             TakenOverError: another process has opened the log since.
         """
+        if self.num_records == 0 and isinstance(record, Tick):
+            raise LogError(f"event log {self.path} begins with a tick: give the loop on_tick=log.append itself")
         line = {
             "sequence": self.num_records - self._num_interruptions,
             "time_ms": time.time_ns() // 1_000_000,

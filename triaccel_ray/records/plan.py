@@ -154,7 +154,7 @@ class Reason:
 class FaultKind(StrEnum):
     """Kinds of faults, which reach the policy as data at the next tick.
 
-    Rules act on the first three, which concern memory and failed plans; the others are recorded for the user.
+    Rules act on those about memory, failed plans, refused layers and curvature; the others are recorded for the user.
     """
 
     OUT_OF_MEMORY = "out_of_memory"
