@@ -43,6 +43,21 @@ def test_a_timer_gives_the_median_of_the_steps_that_count(timer: StepTimer) -> N
     assert late is not None
 
 
+@pytest.mark.parametrize(("num_threads", "expected"), [(1, 5.0), (2, 1.0)])
+def test_waiting_for_other_threads_does_not_count(
+    num_threads: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(timing.time, "thread_time", lambda: now)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    timer = StepTimer(torch.device("cpu"))
+    for milliseconds in (50, 50, 9, 5, 1, 9, 3):
+        timer.begin()
+        now += milliseconds / 1e3
+        timer.end(counts=True)
+    assert timer.read()() == pytest.approx(expected)
+
+
 def test_steps_before_a_restart_do_not_count(timer: StepTimer) -> None:
     for _ in range(8):
         step(timer, 0.05)

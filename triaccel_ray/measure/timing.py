@@ -24,9 +24,10 @@ def synchronize(device: torch.device) -> None:
 class StepTimer:
     """Times the steps between two ticks: on a CPU each by itself, on a GPU from one step's end to the next one's.
 
-    On a CPU it measures the calling thread's processor time, which other processes on the same cores do not lengthen.
-    The first steps of a plan do not count: libraries prepare for its shapes in them. Timing does not wait for a GPU:
-    events are recorded, and read once the device has reached them.
+    On a CPU it measures the calling thread's processor time. Other work on the same cores does not lengthen it, unless
+    this thread waits for others of the same step: with several threads, the shortest step counts in place of the
+    median. The first steps of a plan do not count: libraries prepare for its shapes in them. Timing does not wait for a
+    GPU: events are recorded, and read once the device has reached them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,7 +65,7 @@ class StepTimer:
         self._last, self._spans, self._num_to_skip = None, [], _NUM_FIRST_STEPS
 
     def read(self) -> Callable[[], float | None]:
-        """Returns a function that gives the median step in milliseconds once the steps are done; then starts over.
+        """Returns a function that gives the typical step in milliseconds once the steps are done; then starts over.
 
         With too few steps the function gives None, and they count towards the next reading.
         """
@@ -72,7 +73,8 @@ class StepTimer:
             return lambda: None
         spans, self._spans = self._spans, []
         if self._device.type == "cpu":
-            return lambda: median(1e3 * (last - first) for first, last in spans)
+            typical = median if torch.get_num_threads() == 1 else min
+            return lambda: typical(1e3 * (last - first) for first, last in spans)
         return lambda: median(first.elapsed_time(last) for first, last in spans)
 
     def _mark(self) -> Any:
