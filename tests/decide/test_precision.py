@@ -137,6 +137,22 @@ def test_a_layer_in_fp8_is_held_in_bf16_by_curvature_and_stays_when_others_overf
     assert tick(config_of(), FP8, state, VARIANCE[FP16], WITH_FP8)[0] is FP8
 
 
+@pytest.mark.parametrize("may_lower", [True, False])
+def test_a_precision_that_was_slower_is_tried_again_once_precisions_may_be_lowered(may_lower):
+    state = LayerState(by_variance=FP16, too_slow=FP16, times_slow=1)
+    seen = observation_of(plan_of(conv=BF16), LayerSignal(name="conv", variance=VARIANCE[FP16], supported=USUAL))
+    for _ in range(3):
+        plan, layers, _ = decide_precision(config_of(), seen, {"conv": state}, may_lower=may_lower)
+        state = layers["conv"].after_tick()
+    assert plan["conv"] is (FP16 if may_lower else BF16)
+
+
+def test_a_held_layer_computes_one_higher_than_what_is_offered_to_it():
+    held = LayerState(by_variance=FP16, held=True)
+    assert tick(config_of(), BF16, held, VARIANCE[FP16], (BF16, FP32))[0] is FP32
+    assert tick(config_of(), BF16, held, VARIANCE[FP16], USUAL)[0] is BF16
+
+
 def test_a_held_layer_moved_by_its_variance_gives_the_variance_as_reason():
     _, _, (reason,) = tick(config_of(), BF16, LayerState(by_variance=FP16, held=True), VARIANCE[BF16])
     assert reason.code is ReasonCode.VARIANCE

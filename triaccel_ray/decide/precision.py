@@ -47,6 +47,9 @@ def decide_precision(
         name = signal.name
         in_force = observation.plan.precision[name]
         before = replace(layers[name], ticks_since_change=layers[name].ticks_since_change + 1)
+        is_retry = before.too_slow is not None and not before.slow_bar_ticks and in_force.rank > before.too_slow.rank
+        if is_retry and not may_lower:
+            before = replace(before, slow_bar_ticks=1)  # it waits, like any other lower precision
         after = _after_vote(config, signal, before, may_lower=may_lower)
         precision[name] = _precision_of(signal, after)
         if precision[name] is not in_force:
@@ -115,7 +118,9 @@ def _keep_but_leave_fp16(
 
 
 def _precision_of(signal: LayerSignal, state: LayerState) -> Precision:
-    wanted = promoted(state.by_variance) if state.held else state.by_variance
+    wanted = nearest_supported(state.by_variance, signal.supported)
+    if state.held:
+        wanted = promoted(wanted)
     barred = barred_precision(state)
     if barred is not None and wanted.rank <= barred.rank:
         wanted = promoted(barred)
