@@ -160,7 +160,7 @@ def test_a_late_decision_holds_three_steps_later_and_is_recorded_five_after_that
 
 
 def test_a_decision_does_not_wait_for_the_next_epoch() -> None:
-    loop, ticks = loop_of(mlp(), blobs(32), QUIET)
+    loop, ticks = loop_of(mlp(), blobs(32), replace(QUIET, revert_slowdowns=False))
     loop._pending.decides_late = True
     loop.train_epoch()
     assert loop.num_steps == 4
@@ -223,6 +223,16 @@ def test_every_sample_counts_exactly_once_an_epoch() -> None:
         parts = [indices for indices in source.drawn if len(indices) <= 9]  # larger ones failed and came again
         passed.append(torch.cat(parts))
     assert all(torch.equal(samples.sort().values, torch.arange(101)) for samples in passed)
+
+
+def test_no_batch_grows_beyond_the_samples() -> None:
+    with loop_of(mlp(), blobs(13), QUIET)[0] as loop:
+        for _ in range(40):
+            loop.train_epoch()
+        assert QUIET.batch.start < loop.plan.batch_size <= 13 < QUIET.batch.maximum
+    with loop_of(mlp(), blobs(3), QUIET)[0] as loop:
+        loop.train_epoch()
+        assert loop.plan.batch_size == QUIET.batch.start
 
 
 def test_the_learning_rate_follows_the_batch() -> None:

@@ -1,3 +1,4 @@
+import copy
 import random
 from dataclasses import replace
 from functools import partial
@@ -282,6 +283,27 @@ def test_of_a_loss_the_buffers_are_saved_and_the_parameters_are_not() -> None:
     loss.teacher = nn.Linear(2, 2)
     loop, _ = loop_of(mlp(), blobs(24), QUIET, loss=loss)
     assert list(loop.state_dict()["loss"]) == ["weight"]
+
+
+def test_a_batch_that_is_fixed_from_now_on_returns_to_its_initial_size() -> None:
+    with loop_of(mlp(), blobs(240), replace(CONFIG, batch=replace(CONFIG.batch, lr_rule="linear")))[0] as loop:
+        while loop.plan.batch_size <= CONFIG.batch.start:
+            loop.step()
+        state = loop.state_dict()
+    for enabled in (True, False):
+        batch = replace(CONFIG.batch, lr_rule="linear", enabled=enabled)
+        with loop_of(mlp(), blobs(240), replace(CONFIG, batch=batch))[0] as resumed:
+            resumed.load_state_dict(copy.deepcopy(state))
+            has_grown = (resumed.plan.batch_size > CONFIG.batch.start, resumed.plan.batch_lr_scale > 1.0)
+            assert has_grown == (enabled, enabled)
+            resumed.train_epoch()
+            assert enabled or resumed.plan.batch_size == CONFIG.batch.start
+
+
+def test_the_cost_of_plans_elsewhere_does_not_count_where_no_step_is_captured() -> None:
+    with loop_of(mlp(), blobs(24), CONFIG)[0] as loop:
+        loop.load_state_dict({**loop.state_dict(), "adapting_ms": 20_000.0})
+        assert loop.tick().observation.adapting_ms == 0.0
 
 
 def test_a_run_that_adapts_no_precision_resumes_in_the_one_it_is_given(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from triaccel_ray.control.errors import explaining_errors, require_finite
 from triaccel_ray.control.pending_tick import RECORD_AFTER, FaultLogger, PendingTick
 from triaccel_ray.control.sensitivity import refuse_harmful, withhold, withhold_sensitive
 from triaccel_ray.control.training import Training
+from triaccel_ray.data.iterable import IterableSource
 from triaccel_ray.data.sources import default_config
 from triaccel_ray.decide import ControlState, decide, initial_decision
 from triaccel_ray.measure.profile import ProfileMeter
@@ -91,6 +92,10 @@ class ControlLoop(EpochLoop):
             model, optimizer, loss, data, self.config, memory=(memory_budget, memory_headroom), epochs=epochs, seed=seed
         )
         self.model, self.device, self.sampler, self._ranks = model, training.device, training.sampler, training.ranks
+        if not isinstance(self.sampler.source, IterableSource):
+            batch = self.config.batch
+            maximum = min(batch.maximum, max(self.sampler.num_samples, batch.start))
+            self.config = replace(self.config, batch=replace(batch, maximum=maximum))
         self.optimizer, self.loss_scale, self.memory = training.optimizer, training.loss_scale, training.memory
         self.num_steps = self.num_ticks = 0
         """Optimizer steps done, including skipped ones, and ticks done."""
@@ -307,8 +312,10 @@ class ControlLoop(EpochLoop):
         self._training.statistics.keep()
         withhold(self._training, {(name, Precision(level)) for name, level in state["withheld"]})
         self.state = decode(ControlState, state["control"])
-        adapts = self.config.precision.enabled
-        self._actuators.load_state_dict(state, dict(self._training.supported), adapts_precision=adapts)
+        adapts, adapts_batch = self.config.precision.enabled, self.config.batch.enabled
+        self._actuators.load_state_dict(
+            state, dict(self._training.supported), adapts_precision=adapts, adapts_batch=adapts_batch
+        )
         self.num_steps, self.num_ticks, self._epoch.num_steps = state["counters"]
         stored = state["plan"]["precision"]
         changed = {name: level for name, level in self.plan.precision.items() if level != stored[name]}

@@ -63,26 +63,38 @@ class Actuators:
         }
 
     def load_state_dict(
-        self, state: dict[str, Any], supported: Mapping[str, tuple[Precision, ...]], *, adapts_precision: bool
+        self,
+        state: dict[str, Any],
+        supported: Mapping[str, tuple[Precision, ...]],
+        *,
+        adapts_precision: bool,
+        adapts_batch: bool,
     ) -> None:
         """Restores and applies what `state_dict` returned; a precision not `supported` becomes the next higher one.
 
         Without `adapts_precision`, the plan in force decides precisions. Only FP16 gives way to those of the state:
-        layers may have overflowed in it.
+        layers may have overflowed in it. Without `adapts_batch`, a batch that has grown returns to that of the plan in
+        force.
         """
         plan = decode(Plan, state["plan"])
         wanted = dict(plan.precision)
         if not adapts_precision:
             wanted |= {name: level for name, level in self.plan.precision.items() if level is not Precision.FP16}
         precision = {name: nearest_supported(level, supported[name]) for name, level in wanted.items()}
+        micro_batches, own = state["micro_batches"], self.plan
+        if plan.batch_size > own.batch_size and not adapts_batch:
+            plan = replace(plan, batch_size=own.batch_size, batch_lr_scale=own.batch_lr_scale)
+            plan = replace(plan, num_micro_batches=own.num_micro_batches)
+            micro_batches = [own.num_micro_batches, own.micro_batch_size]
         self.plan = replace(plan, precision=precision)
         self._put_in_force(self.plan)
-        self._cache.step.set_num_micro_batches(*state["micro_batches"])
+        self._cache.step.set_num_micro_batches(*micro_batches)
         activations = self._cache.step.activations
         activations.set({name: Storage(each) for name, each in state["storage"].items()})
         if activations.costs is not None:
             activations.costs.load_state_dict(state.get("region_costs", []))
-        self._adapting_ms = state["adapting_ms"]
+        # Where no step is captured, as on a CPU, new plans cost nothing.
+        self._adapting_ms = state["adapting_ms"] if self._cache.enabled else 0.0
 
     def _put_in_force(self, plan: Plan) -> None:
         self._cache.step.precision.set(plan.precision)
