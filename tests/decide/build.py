@@ -119,7 +119,7 @@ class Run:
         """One interval and its tick; with `apply_fails` the plan in force stays and the next tick hears of it."""
         memory, faults = self.machine.run(self.plan)
         faults = (*faults, *others.pop("faults", ()))
-        seen = {"memory": memory, **others}
+        seen = {"memory": memory, "step_ms": float(self.plan.batch_size), **others}
         observation = observation_of(self.plan, *layers, tick=self.num_ticks, faults=faults, **seen)
         self.decision = decide(self.config, observation, self.decision.state)
         if not apply_fails:

@@ -117,6 +117,25 @@ def test_a_larger_batch_that_is_slower_a_sample_is_undone_and_capped():
     assert loop.state.batch.times_slow == 1
 
 
+def test_small_slowdowns_of_growing_batches_do_not_add_up():
+    loop = Loop(GROWING, lambda plan: plan.batch_size * (plan.batch_size / 96) ** 0.5)
+    loop.run(2)
+    loop.share = 0.1
+    sizes = [decision.plan.batch_size for decision in loop.run(40)]
+    assert max(sizes) == 160  # 1.29 times as long a sample as 96: undone
+    assert sizes.count(128) > 2 * sizes.count(160)
+
+
+@pytest.mark.parametrize("is_judged", [True, False])
+def test_a_batch_grows_once_its_steps_are_timed(is_judged: bool):
+    loop = Loop(replace(GROWING, revert_slowdowns=is_judged), lambda plan: None)
+    loop.share = 0.1
+    assert {decision.plan.batch_size > 96 for decision in loop.run(8)[1:]} == {not is_judged}
+    loop.cost = lambda plan: 10.0
+    loop.run(2)
+    assert loop.plan.batch_size > 96
+
+
 def test_growth_waits_while_a_change_is_doubtful():
     costs = iter([10.0, 10.0, 100.0, 10.0, 10.0])
     loop = Loop(replace(GROWING, batch=BatchConfig(dwell_ticks=0)), lambda plan: next(costs))

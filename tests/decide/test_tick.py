@@ -62,10 +62,10 @@ def test_the_batch_does_not_grow_in_the_tick_that_raises_a_layer_to_fp32(cause):
 
 def test_the_batch_grows_beside_changes_that_take_no_more_bytes():
     config = replace(CONFIG, precision=replace(CONFIG.precision, initial=FP16))
-    decision = first_tick(config, LayerSignal(name="conv", variance=1e-5), memory=LOW_MEMORY)
+    decision = first_tick(config, LayerSignal(name="conv", variance=1e-5), memory=LOW_MEMORY, step_ms=1.0)
     assert (decision.plan.precision["conv"], decision.plan.batch_size) == (BF16, 128)
     config = replace(CONFIG, precision=replace(CONFIG.precision, initial=FP32))
-    decision = first_tick(config, LayerSignal(name="conv", variance=1e-8), memory=LOW_MEMORY)
+    decision = first_tick(config, LayerSignal(name="conv", variance=1e-8), memory=LOW_MEMORY, step_ms=1.0)
     assert (decision.plan.precision["conv"], decision.plan.batch_size) == (FP16, 128)
 
 

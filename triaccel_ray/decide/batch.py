@@ -114,7 +114,7 @@ def retreat(
     return BatchDecision(
         batch_size=size,
         num_micro_batches=parts,
-        state=replace(state, ticks_since_change=0, cap=size, cap_ticks_left=config.oom_cooldown_ticks),
+        state=replace(state, ticks_since_change=0, cap=size, cap_ticks_left=_cap_ticks(config, state)),
         reasons=(reason,),
     )
 
@@ -242,10 +242,15 @@ def _shrink(config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchS
     else:
         outcome = f": {plan.batch_size} -> {size}"
         cap = min(plan.batch_size - config.granularity, state.cap or config.maximum)
-        state = replace(state, ticks_since_change=0, cap=cap, cap_ticks_left=config.oom_cooldown_ticks)
+        state = replace(state, ticks_since_change=0, cap=cap, cap_ticks_left=_cap_ticks(config, state))
     text = f"memory {_describe_use(config, memory)} > rho_high {config.rho_high:.3g}{outcome}"
     reason = batch_reason(ReasonCode.MEMORY_HIGH, text, value=memory_share(config, memory), threshold=config.rho_high)
     return BatchDecision(batch_size=size, num_micro_batches=plan.num_micro_batches, state=state, reasons=(reason,))
+
+
+def _cap_ticks(config: BatchConfig, state: BatchState) -> int:
+    """Returns for how many ticks a smaller cap holds; a longer bar of a size that was slower goes on."""
+    return max(state.cap_ticks_left, config.oom_cooldown_ticks)
 
 
 def _step_up(config: BatchConfig, plan: Plan) -> tuple[int, int]:

@@ -48,8 +48,9 @@ def judge(config: ControlConfig, observation: Observation, state: ThroughputStat
     """Returns whether the last change is kept, undone, or waits for another interval.
 
     It compares median step times per sample: the median of the last intervals under the old plan, and the better of
-    two intervals under the new one. Promotions serve accuracy and smaller batches save memory: neither is judged.
-    Layers whose lower precision was refused leave the change.
+    two intervals under the new one. If the batch has grown before, the shortest of its step times replaces that of the
+    old plan, so that small slowdowns do not add up. Promotions serve accuracy and smaller batches save memory: neither
+    is judged. Layers whose lower precision was refused leave the change.
     """
     state, change = _with_spent(state, observation.adapting_ms), state.change
     failed = observation.apply_fault is not None
@@ -78,7 +79,8 @@ def judge(config: ControlConfig, observation: Observation, state: ThroughputStat
     if is_growth or (change.stored and change.stored.num_micro_batches != observation.plan.num_micro_batches):
         state = replace(state, growth_ms=observation.adapting_ms - change.adapting_ms)
     if not is_slower:
-        return Judgement(state=replace(state, intervals=(ms_per_sample,)))
+        shortest_ms = min(change.ms_per_sample, ms_per_sample) if is_growth else state.shortest_ms
+        return Judgement(state=replace(state, intervals=(ms_per_sample,), shortest_ms=shortest_ms))
     state = replace(state, other_timing=Timing(batch_size=observation.plan.batch_size, ms_per_sample=ms_per_sample))
     return Judgement(state=state, undo=change, reasons=(_reason(observation.plan, change, ms_per_sample),))
 
@@ -96,10 +98,12 @@ def size_that_pays(
 
     Where no steps are captured, as on a CPU, new sizes cost nothing: the first of `sizes` is chosen.
     """
-    if not (config.revert_slowdowns and _is_captured(observation)):
+    if not config.revert_slowdowns:
         return sizes[0]
     if not state.intervals:
         return batch_reason(ReasonCode.HELD_UNJUDGED, "waits: no step time under this plan yet")
+    if not _is_captured(observation):
+        return sizes[0]
     size, ms_per_sample = observation.plan.batch_size, median(state.intervals)
     timing, largest = state.other_timing, max(config.batch.maximum, sizes[-1])
     if timing is None or timing.batch_size == size:
@@ -176,18 +180,19 @@ def watch(
     if before is not None:
         timings.append(Timing(batch_size=old.batch_size, ms_per_sample=before))
     usable = [each for each in timings if each is not None and each.batch_size != new.batch_size]
+    shortest_ms = state.shortest_ms
     if new.precision != old.precision or Stored.under(new) != Stored.under(old):
-        usable = []
+        usable, shortest_ms = [], None
     # The farthest: noise counts least.
     other = max(usable, key=lambda timing: abs(timing.batch_size - new.batch_size), default=None)
-    state = replace(_without_change(state), other_timing=other)
+    state = replace(_without_change(state), other_timing=other, shortest_ms=shortest_ms)
     lowered = {name: level for name, level in old.precision.items() if new.precision[name].rank < level.rank}
     grown = new.batch_size > old.batch_size
     promoted = any(new.precision[name].rank > level.rank for name, level in old.precision.items())
     if promoted or not (lowered or grown or is_stored_faster) or before is None:
         return state
     change = Change(
-        ms_per_sample=before,
+        ms_per_sample=before if shortest_ms is None else min(before, shortest_ms),
         precision=lowered,
         batch_size=old.batch_size if grown else None,
         stored=Stored.under(old) if is_stored_faster else None,

@@ -189,6 +189,9 @@ class ThroughputState:
     """Step times per sample in milliseconds: medians of the last intervals under the current plan."""
     change: Change | None = None
     """The change that is not judged yet, if any."""
+    shortest_ms: float | None = None
+    """Shortest step time per sample in milliseconds of the batches that have grown since precisions, number of
+    micro-batches or storage changed; None if none has."""
     other_timing: Timing | None = None
     """Another batch size, timed with the current precisions, number of micro-batches and storage."""
     growth_ms: float | None = None
