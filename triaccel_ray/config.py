@@ -133,7 +133,7 @@ class PrecisionConfig(_Checked):
     """Rules 1 and 2: which precision each layer computes in (Tri-Accel, section 3.1)."""
 
     enabled: bool = knob(True, option="adapt_precision")
-    """Whether precision adapts. If not, layers keep the initial one, unless FP16 overflows at any loss scale."""
+    """Whether precision adapts. If not, layers keep the initial one, or a higher one where it is refused or overflows."""
     initial: Precision = knob(Precision.BF16, option="precision")
     """Precision of all layers before statistics exist, and throughout if precision does not adapt."""
     initial_layers: Mapping[str, Precision] = field(default_factory=dict)
@@ -200,7 +200,7 @@ class BatchConfig(_Checked):
     minimum: int = knob(32, "[1, inf)", option="batch_min")
     """Smallest batch size."""
     maximum: int = knob(512, "[1, inf)", option="batch_max")
-    """Largest batch size."""
+    """Largest batch size. No batch grows beyond the number of training samples."""
     accumulate: int = knob(1, "[1, inf)")
     """Micro-batches per batch (gradient accumulation), each of at least two samples with batch normalization."""
     granularity: int = knob(32, "[1, inf)")
@@ -257,7 +257,7 @@ class BatchConfig(_Checked):
         super().__post_init__()
         sizes = (self.minimum, self.start, self.maximum)
         names = "batch minimum, start, maximum (batch_min, batch_size, batch_max)"
-        require(sorted(sizes) == list(sizes), names, sizes, "must be in ascending order")
+        require(sorted(sizes) == list(sizes), names, sizes, "must be in ascending order; around() sets all three")
         rule = f"must be at most the smallest batch, {self.minimum}: each part holds at least one sample"
         require(self.accumulate <= self.minimum, "accumulate", self.accumulate, rule)
         multiple = f"must be a multiple of granularity = {self.granularity}"
@@ -313,15 +313,15 @@ class ControlConfig(_Checked):
     """T_ctrl: optimizer steps between ticks."""
     revert_slowdowns: bool = True
     """Whether changes must pay. A lower precision or a larger batch is undone if steps take 25 % longer per sample (3 %
-    and 0 % if captured). One that raises loss or changes outputs of some samples by 10 % is not used. On a GPU, batches
+    and 0 % if captured). One that raises loss or changes outputs of some samples by 10 % is not used. Captured batches
     grow only to save time. Without this rule, decisions on a CPU do not depend on timings."""
     max_overhead: float = knob(0.02, "(0, 1]")
-    """Share of the training time that adaptation may take on a GPU; curvature measurements that change nothing have a
+    """Share of the training time that adaptation may take if steps are captured; curvature that changes nothing has a
     quarter of it. Measurements and lower precisions wait until it allows them. Only with `revert_slowdowns`."""
     clip_norm: float | None = knob(None, "(0, inf)")
     """Maximum global L2 norm of gradients; larger ones are scaled down to it. None: no clipping."""
     max_skipped_steps: int = knob(50, "[1, inf)")
-    """Consecutive steps with a NaN or infinite gradient after which training ends. Such steps are always skipped."""
+    """Consecutive steps with a NaN or infinite gradient after which the next tick ends training. All are skipped."""
     weights: Weights = "fp32"
     """How weights of layers in BF16 are stored. `split`: as the BF16 number used to compute and the 16 bits that
     complete the exact FP32 number; their gradients are BF16, half as large. For SGD, Adam and AdamW. `auto`: split if
