@@ -78,8 +78,8 @@ def test_a_number_without_bounds_has_its_type():
            f"rho_low, rho_high = (0.8, {high}): rho_low must be smaller than rho_high; {KEEP_SIZE}")
           for high in (0.7, 0.8)),
         (PrecisionConfig, {"initial_layers": {"conv": "fp4"}}, "initial_layers = 'fp4': must be a Precision"),
-        (BatchConfig, {"minimum": 128}, f"{LADDER} = (128, 96, 512): must be in ascending order"),
-        (BatchConfig, {"maximum": 64}, f"{LADDER} = (32, 96, 64): must be in ascending order"),
+        (BatchConfig, {"minimum": 128}, f"{LADDER} = (128, 96, 512): must be in ascending order; around() sets all three"),
+        (BatchConfig, {"maximum": 64}, f"{LADDER} = (32, 96, 64): must be in ascending order; around() sets all three"),
         (BatchConfig, {"start": 100}, f"{START} = (32, 100): must be a multiple of granularity = 32 apart"),
         (BatchConfig, {"accumulate": 33},
          "accumulate = 33: must be at most the smallest batch, 32: each part holds at least one sample"),

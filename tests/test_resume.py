@@ -55,7 +55,7 @@ CONFIG = ControlConfig(
     loss_scale=LossScaleConfig(initial=2.0**24, growth_interval=4),
 )  # fmt: skip
 NUM_STEPS = 32
-NOT_COMPARED = ("epoch_seconds", "epoch_joules", "memory_peaks")
+NOT_COMPARED = ("epoch_seconds", "epoch_joules", "memory_peaks", "timer")
 
 
 class Recorded:

@@ -298,6 +298,7 @@ class ControlLoop(EpochLoop):
             **super().state_dict(),
             **self._actuators.state_dict(),
             "control": encode(self.state),
+            "timer": self.timer.state_dict(),
             "withheld": sorted([name, level.value] for name, level in self._training.withheld),
             "counters": [self.num_steps, self.num_ticks, self._epoch.num_steps],
         }
@@ -324,7 +325,7 @@ class ControlLoop(EpochLoop):
             text = f"not offered where the run is resumed: {moved}"
             fault = Fault(kind=FaultKind.PRECISION_REFUSED, step=self.num_steps, phase="precision", detail=text[:500])
             self.sensors.record_faults([fault])
-        self.timer.restart()
+        self.timer.load_state_dict(state.get("timer", {}))  # checkpoints of older versions have none
         self._ranks.require_equal("the checkpoint", [*state["counters"], *state["micro_batches"], state["control"]])
 
     def _parts(self) -> dict[str, Any]:

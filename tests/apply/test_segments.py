@@ -134,7 +134,7 @@ def test_a_checkpoint_has_segments_and_the_costs_of_their_regions() -> None:
     actuators = [Actuators(plan, cache_of(step), GraphPool(CPU)) for step in (first, second)]
     state = actuators[0].state_dict()
     second.activations.set({})
-    actuators[1].load_state_dict(decode_saved(state), {}, adapts_precision=True)
+    actuators[1].load_state_dict(decode_saved(state), {}, adapts_precision=True, adapts_batch=True)
     assert second.activations.storage == storage
     assert second.region_costs(8) == first.region_costs(8)
 

@@ -299,7 +299,7 @@ def unlike(rank: int) -> str:
 
         triaccel_ray.loop.decide = other
     try:
-        loop, _ = loop_of(mlp(), blobs(96))
+        loop, _ = loop_of(mlp(), blobs(96), replace(CONFIG, revert_slowdowns=False))
         with pytest.raises(RanksDifferError) as raised:
             loop.train_epoch()
         assert loop.num_steps == 4

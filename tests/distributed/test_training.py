@@ -97,7 +97,7 @@ def saved(rank: int) -> dict[str, Any]:
 
 def test_ranks_hold_equal_states_apart_from_their_random_numbers_and_clocks(workers: WorkerPool) -> None:
     first, second = workers.run(2, saved)
-    own = {"sampler", "random", "memory_peaks", "epoch_seconds", "adapting_ms", "sensors", "undecided"}
+    own = {"sampler", "random", "memory_peaks", "epoch_seconds", "adapting_ms", "sensors", "timer", "undecided"}
     assert first.keys() == second.keys()
     assert {name for name in first if first[name] != second[name]} <= own
     differing = {name for name in first["sampler"] if first["sampler"][name] != second["sampler"][name]}

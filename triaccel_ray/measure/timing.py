@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
@@ -76,6 +76,19 @@ class StepTimer:
             typical = median if torch.get_num_threads() == 1 else min
             return lambda: typical(1e3 * (last - first) for first, last in spans)
         return lambda: median(first.elapsed_time(last) for first, last in spans)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what lets a resumed run read its next step time at the same tick; on a GPU it starts over."""
+        if self._device.type != "cpu":
+            return {}
+        return {"num_to_skip": self._num_to_skip, "seconds": [last - first for first, last in self._spans]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        self.restart()
+        if state and self._device.type == "cpu":
+            self._num_to_skip = state["num_to_skip"]
+            self._spans = [(0.0, seconds) for seconds in state["seconds"]]
 
     def _mark(self) -> Any:
         if self._device.type == "cpu":
