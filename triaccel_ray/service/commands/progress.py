@@ -12,9 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from triaccel_ray.measure.score import ACCURACY
 from triaccel_ray.records.events import End, Epoch, Interruption, LogError, Start, Throughput, Tick, parse_event
-from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.console import err
 from triaccel_ray.service.runs.record import figures_of
@@ -28,35 +26,35 @@ from triaccel_ray.trainables.task import Purpose
 class _Run:
     """The last records of one run."""
 
-    start: Start | None = None
+    start: Start
     epoch: Epoch | None = None
     tick_line: bytes = b""
     """Last tick as text, parsed only when shown: ticks are many, and each names every layer."""
     has_ended: bool = False
 
-    def setting(self, name: str) -> int:
-        """Returns an integer parameter from the start record of the run; 0 if it is unknown."""
-        value = self.start.parameters.get(name) if self.start is not None else None
-        return value if isinstance(value, int) else 0
+    @property
+    def num_epochs(self) -> int:
+        """Epochs that the run is to train; 0 if its log does not say."""
+        return int(self.start.parameters.get("recipe.epochs") or 0)
 
-    def line(self, epoch: Epoch, goal: Goal) -> str:
+    def line(self, epoch: Epoch) -> str:
         """Returns the figures of the last epoch as text."""
         parts = (
             self.epoch_text(epoch),
             self.step_text(epoch.images_per_second, epoch.batch_size, epoch.peak_bytes),
             self._layers(),
             f"loss {epoch.train_loss:.4f}",
-            self.judged(epoch, goal),
+            self.judged(epoch),
         )
         return ", ".join(filter(None, parts))
 
     def epoch_text(self, epoch: Epoch) -> str:
         """Returns the number of the epoch as text."""
-        return f"epoch {epoch.epoch}/{self.setting('recipe.epochs')}"
+        return f"epoch {epoch.epoch}/{self.num_epochs}"
 
     def step_text(self, rate: float, batch_size: int, used_bytes: int) -> str:
         """Returns samples per second, batch size and memory as text."""
-        limit_bytes = self.setting("memory_limit_bytes")
+        limit_bytes = int(self.start.parameters.get("memory_limit_bytes") or 0)
         limit = f" of {format_bytes(limit_bytes)}" if limit_bytes else ""
         speed = f"samples/s {rate:,.0f}, " if rate else ""
         return f"{speed}batch {batch_size}, memory {format_bytes(used_bytes)}{limit}"
@@ -69,27 +67,20 @@ class _Run:
             return "layers " + " ".join(f"{levels[level]} {level.value}" for level in Precision if level in levels)
         return ""
 
-    def judged(self, epoch: Epoch, goal: Goal, results: Mapping[str, float] = MappingProxyType({})) -> str:
+    def judged(self, epoch: Epoch, results: Mapping[str, float] = MappingProxyType({})) -> str:
         """Returns metric and score on held-out samples as text, those of `results` if it has them; empty without."""
-        figures = figures_of([epoch], goal, results)
+        figures = figures_of([epoch], self.start.goal, results)
         if figures is None:
             return ""
-        is_final = self.start is not None and self.start.info.get("purpose") == Purpose.FINAL.value
-        return f"{'test' if is_final else 'held out'} {goal.named(figures.metric)}, score {figures.score:.2f}"
+        samples = "test" if self.start.info.get("purpose") == Purpose.FINAL.value else "held out"
+        return f"{samples} {self.start.goal.named(figures.metric)}, score {figures.score:.2f}"
 
 
 class Progress:
     """Prints the progress of runs from their event logs, wherever they train; the runs do not depend on it."""
 
     def __init__(
-        self,
-        title: str,
-        folder: Path,
-        names: Iterable[str] = (),
-        *,
-        goal: Goal = ACCURACY,
-        max_epochs: int = 5,
-        num_trials: int = 0,
+        self, title: str, folder: Path, names: Iterable[str] = (), *, max_epochs: int = 5, num_trials: int = 0
     ) -> None:
         """Follows the runs `names` below `folder`, one folder per run; without names, all runs there.
 
@@ -97,7 +88,7 @@ class Progress:
         `num_trials` is the expected number of runs; 0 if it is unknown.
         """
         self._title, self._folder, self._names = title, folder, tuple(names)
-        self._goal, self._max_epochs, self._num_trials = goal, max_epochs, num_trials
+        self._max_epochs, self._num_trials = max_epochs, num_trials
         self._runs: dict[str, _Run] = {}
         self._tails: dict[Path, LogTail] = {}
         self._seen: set[int] = set()
@@ -134,15 +125,17 @@ class Progress:
                         self._process_line(path.parent.name, line)
 
     def _process_line(self, name: str, line: bytes) -> None:
-        run = self._runs.setdefault(name, _Run())
-        if b'"kind":"tick"' in line:
+        run = self._runs.get(name)
+        if run is not None and b'"kind":"tick"' in line:
             run.tick_line = line
             return
         record = parse_event(line, name).record
-        run.has_ended = isinstance(record, End)  # any record after an end means that the run was resumed
         if isinstance(record, Start):
-            run.start = record
-        elif isinstance(record, Epoch):
+            run = self._runs[name] = _Run(record)
+        if run is None:  # the log has lost its beginning
+            return
+        run.has_ended = isinstance(record, End)  # any record after an end means that the run was resumed
+        if isinstance(record, Epoch):
             run.epoch = record
         key = hash((name, line))
         is_known = key in self._seen  # a truncated log is read again
@@ -157,12 +150,9 @@ class Progress:
                 rate = 1e3 / record.ms_per_sample if record.ms_per_sample else 0.0
                 self._print(prefix + run.step_text(rate, record.batch_size, record.peak_bytes))
             case Epoch():
-                num_epochs = run.setting("recipe.epochs")
-                if (
-                    record.epoch in (1, num_epochs)
-                    or record.epoch % max(math.ceil(num_epochs / self._max_epochs), 1) == 0
-                ):
-                    self._print(prefix + run.line(record, self._goal))
+                every = max(math.ceil(run.num_epochs / self._max_epochs), 1)
+                if record.epoch in (1, run.num_epochs) or record.epoch % every == 0:
+                    self._print(prefix + run.line(record))
             case End():
                 self._print_end(name, record, run)
 
@@ -171,7 +161,7 @@ class Progress:
         counter = f"{num_ended}/{self._num_trials} " if self._num_trials else ""
         after, text = "", ""
         if run.epoch is not None:
-            after, text = f" after {run.epoch_text(run.epoch)}", run.judged(run.epoch, self._goal, end.results)
+            after, text = f" after {run.epoch_text(run.epoch)}", run.judged(run.epoch, end.results)
         if end.status == "failed":
             reason = end.message.partition("\n")[0]
             text = "likewise" if reason == self._last_reason else reason

@@ -186,7 +186,7 @@ def _train(spec: RunSpec, work: Work, show: Show) -> Outcome:
     ):
         specs, num_gpus = {folder.name: spec}, gpus_of_a_run(spec, work.where.address)
         title = ", ".join(filter(None, (f"{spec.task}: {METHODS[spec.method]}", spec.ranks_text)))
-        with Progress(title, folder.parent, specs, goal=spec.goal, max_epochs=100):
+        with Progress(title, folder.parent, specs, max_epochs=100):
             failures = run_all(specs, place.parent, num_gpus=num_gpus)
     if failures:  # or invalid input that only the run's own process could detect
         raise failures[folder.name]
@@ -233,15 +233,15 @@ def _run_search(spec: SearchSpec, work: Work, claim: Claim) -> None:
     """Runs what is missing of a search: baselines and probe, then the trials, then repeats of short runs."""
     base, place, folder = spec.base, work.place, work.folder
     num_gpus, shared = gpus_of_a_run(base, work.where.address), _share_samples(base)
-    with Progress(f"{base.task}: baselines and probe", folder / BASELINES, goal=base.goal):
+    with Progress(f"{base.task}: baselines and probe", folder / BASELINES):
         prepared = prepare(spec, place, num_gpus=num_gpus, shared=shared)
     title = f"{base.task}: {counted(spec.num_trials, 'trial')}"
-    with Progress(title, folder / TRIALS, goal=base.goal, num_trials=spec.num_trials):
+    with Progress(title, folder / TRIALS, num_trials=spec.num_trials):
         tune_trials(spec, prepared, place, num_gpus=num_gpus, resume=work.resume, shared=shared, claim=claim)
     missing_repeats = to_be_repeated(read_search(folder))
     if missing_repeats:
         title = f"{base.task}: the best trial and the baselines again"
-        with Progress(title, folder / REPEATS, goal=base.goal):
+        with Progress(title, folder / REPEATS):
             failed = run_all(missing_repeats, place / REPEATS, num_gpus=num_gpus, shared=shared, reuse_actors=True)
         for error in failed.values():
             if not isinstance(error, RunFailedError):  # its failure is in its log
@@ -256,10 +256,10 @@ def _compare(spec: ComparisonSpec, work: Work, show: Show) -> Outcome:
             num_gpus = gpus_of_a_run(base, work.where.address)
             if spec.num_fixed and read_comparison(folder).fixed is None:
                 title = f"{base.task}: trials on validation samples"
-                with Progress(title, folder / TRIALS, goal=base.goal):
+                with Progress(title, folder / TRIALS):
                     choose_fixed_setting(spec, place, num_gpus=num_gpus, shared=_share_samples(trial_of(base)))
             missing = read_comparison(folder).unfinished()
-            with Progress(f"{base.task}: comparison", folder, missing, goal=base.goal):
+            with Progress(f"{base.task}: comparison", folder, missing):
                 failures = run_all(missing, place, num_gpus=num_gpus)
         record = read_comparison(folder)
         if not record.runs and failures:
