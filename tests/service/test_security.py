@@ -20,7 +20,7 @@ from tests.service.records import RUN_SPEC
 from tests.service.search_folder import simulated_search
 from tests.service.stores import Server
 from tests.service.test_jobs import SECRETS
-from triaccel_ray.service.cli.options import Where, repeat_command
+from triaccel_ray.service.cli.options import Where, command_for
 from triaccel_ray.service.commands.next_steps import command_to_resume
 from triaccel_ray.service.console import SafeConsole
 from triaccel_ray.service.credentials import display_address
@@ -79,7 +79,7 @@ def test_looking_at_a_folder_runs_no_code_that_it_names(
 def test_a_command_to_paste_holds_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "x' & touch sprung # ; $(touch sprung) `touch sprung`"
-    subprocess.run(["sh", "-c", repeat_command("run", folder).replace("triaccel", "true", 1)], check=True)
+    subprocess.run(["sh", "-c", command_for("run --from", folder).replace("triaccel", "true", 1)], check=True)
     assert not (tmp_path / "sprung").exists()
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.cli.keywords import command_of
-from triaccel_ray.service.cli.options import RUN_SETTINGS, repeat_command, settings_of_run, settings_text
+from triaccel_ray.service.cli.options import RUN_SETTINGS, command_for, settings_of_run, settings_text
 from triaccel_ray.service.cli.parsing import check, parse
 from triaccel_ray.service.cli.specs import Run, Search
 from triaccel_ray.service.cli.translation import (
@@ -104,10 +104,10 @@ def test_every_field_of_the_configurations_is_an_option() -> None:
 
 def test_a_run_is_repeated_by_its_name() -> None:
     folder = stored(UNUSUAL, "hunt/trials/trial-007")
-    assert repeat_command("run", folder) == "triaccel run --from hunt/trials/trial-007"
+    assert command_for("run --from", folder) == "triaccel run --from hunt/trials/trial-007"
     assert typed("run", "--from", "hunt/trials/trial-007") == typed("run", "--from", "hunt/trial-007") == UNUSUAL
     assert typed("run", "--from", str(folder)) == UNUSUAL
-    assert repeat_command("search", Path("/my hunt")) == "triaccel search --from '/my hunt'"  # lies elsewhere
+    assert command_for("search --from", Path("/my hunt")) == "triaccel search --from '/my hunt'"  # lies elsewhere
     other = typed("run", "--from", "hunt/trials/trial-007", "--seed", "4", "--memory-headroom", "64MiB", "--fuse", "on")
     fused = replace(UNUSUAL.control, execution=ExecutionConfig(data_on="host"))
     expected = replace(UNUSUAL, seed=4, memory_budget_bytes=None, memory_headroom_bytes=2**26, control=fused)

@@ -166,17 +166,11 @@ def _toml(value: Any) -> str:
     return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def repeat_command(command: str, folder: Path) -> str:
-    """Returns the command, ready to paste, that repeats the result in `folder`."""
-    return shlex.join(["triaccel", command, "--from", _name_of(folder)])
+def command_for(words: str, folder: Path) -> str:
+    """Returns the command `triaccel WORDS NAME`, ready to paste, for the result in `folder`.
 
-
-def resume_command(folder: Path) -> str:
-    """Returns the command, ready to paste, that resumes what is in `folder`."""
-    return shlex.join(["triaccel", "resume", _name_of(folder)])
-
-
-def _name_of(folder: Path) -> str:
-    """Returns the name of a result; outside the default storage its path, which needs no --storage-path."""
+    Outside the default storage, NAME is its path, which needs no --storage-path.
+    """
     storage = DEFAULT_STORAGE.folder
-    return str(folder.relative_to(storage) if folder.is_relative_to(storage) else folder.absolute())
+    name = folder.relative_to(storage) if folder.is_relative_to(storage) else folder.absolute()
+    return f"triaccel {words} {shlex.quote(str(name))}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from triaccel_ray.measure.score import quality_text
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.cli.options import repeat_command
+from triaccel_ray.service.cli.options import command_for
 from triaccel_ray.service.compare.comparison import REFERENCE, Comparison, MethodResults, final_runs
 from triaccel_ray.service.compare.spec import ABLATION
 from triaccel_ray.service.report.drawing import METHOD_STYLES, Series, metric_against_cost, save
@@ -56,7 +56,7 @@ def view_comparison(record: Comparison) -> View:
             title=title,
             parts=[*tables, advice, troubles({**record.trials, **record.runs}, missing), *pictures],
             details=[
-                about(base, list(record.runs.values()), facts, repeat_command("compare", folder)),
+                about(base, list(record.runs.values()), facts, command_for("compare --from", folder)),
                 all_settings(base),
             ],
             rows=_rows(record),
@@ -88,7 +88,7 @@ def _advice(record: Comparison) -> tuple[str, str]:
     )
     if not best or num_finished < min(2, len(results)):
         return "", ""
-    command = repeat_command("run", record.folder / f"{best}-seed{min(results[best].by_seed)}")
+    command = command_for("run --from", record.folder / f"{best}-seed{min(results[best].by_seed)}")
     return f"to train with {label(best)}, which has the best score, {among}:\n{command}", command
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from triaccel_ray.decide.throughput import EFFICIENT_SHARE
 from triaccel_ray.records.events import Epoch, Throughput
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.cli.options import repeat_command
+from triaccel_ray.service.cli.options import command_for
 from triaccel_ray.service.report.figures import run_figures
 from triaccel_ray.service.report.provenance import about, all_settings, run_notes, troubles
 from triaccel_ray.service.report.report import View, with_page
@@ -56,7 +56,7 @@ def recommendation(run: RunRecord) -> tuple[str, str]:
     batch, results = run.spec.control.batch, run.end.results
     plan = next(_plan_text(each) for each in run.throughputs if each.batch_size == size)
     share = results["samples_per_second"] / results["best_samples_per_second"]
-    command = f"{repeat_command('run', run.folder)} --batch-size {size} --lr {results['lr']:.4g} --adapt-batch off"
+    command = f"{command_for('run --from', run.folder)} --batch-size {size} --lr {results['lr']:.4g} --adapt-batch off"
     sentence = (
         f"A batch of {size} is efficient: {share:.1%} of the best samples/s{f', in {plan}' if plan else ''}. "
         f"Its learning rate is {results['lr']:.4g} (lr_rule {batch.lr_rule}, from {run.spec.recipe.lr:.4g} at batch "
@@ -86,7 +86,7 @@ def view_run(run: RunRecord) -> View:
     if spec.task == OWN_CODE:
         command = repeat = facts["seed"] = ""
     else:
-        command = repeat = repeat_command("tune-batch" if spec.method == TUNE_BATCH else "run", run.folder)
+        command = repeat = command_for("tune-batch --from" if spec.method == TUNE_BATCH else "run --from", run.folder)
     if spec.method == TUNE_BATCH:
         (sentence, command), rows = recommendation(run), batch_grid(run)
         second: Grid | str = lines(sentence, command)

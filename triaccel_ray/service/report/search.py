@@ -13,7 +13,7 @@ from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.importance import FanovaImportanceEvaluator
 
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.cli.options import repeat_command, resume_command
+from triaccel_ray.service.cli.options import command_for
 from triaccel_ray.service.report.drawing import BLUE, GRAY, METHOD_STYLES, NAVY, Series, metric_against_cost, save
 from triaccel_ray.service.report.provenance import about, all_settings, sharing_note, troubles
 from triaccel_ray.service.report.report import View, with_page
@@ -61,7 +61,7 @@ def view_search(record: SearchRecord) -> View:
         pictures = [save(figure, folder / FIGURES / "pareto.png")]
     facts = {"space, objective": f"{spec.space}, {spec.objective}", "seed": f"{spec.base.seed}, sampler {spec.seed}"}
     runs = [*record.baselines.values(), *record.trials]
-    of_a_trial = repeat_command("report", folder / TRIALS / "NAME").replace("--from ", "")
+    of_a_trial = command_for("report", folder / TRIALS / "NAME")
     return with_page(
         View(
             folder=folder,
@@ -75,7 +75,7 @@ def view_search(record: SearchRecord) -> View:
             details=[
                 f"What the loop did in a trial is on a page of its own: {of_a_trial}",
                 importance(record),
-                about(spec.base, runs, facts, repeat_command("search", folder)),
+                about(spec.base, runs, facts, command_for("search --from", folder)),
                 all_settings(spec.base),
             ],
             rows=[{**row, "behind AMP": any(cell.endswith(STAR) for cell in cells)} for row, cells in rows],
@@ -152,7 +152,7 @@ def recommendation(record: SearchRecord) -> tuple[str, str]:
     best, objective, compared = best_trial(record), record.objective, candidates(record)
     has_more = len(record.trials) + len(record.damaged) < record.spec.num_trials
     if has_more and not any(run.status == "finished" for run in record.trials):
-        return f"{_why_none(record)} Not all has begun: `{resume_command(record.folder)}` goes on.", ""
+        return f"{_why_none(record)} Not all has begun: `{command_for('resume', record.folder)}` goes on.", ""
     figures = {name: run.figures for name, run in compared.items() if run.figures is not None}
     values = {name: objective.value(compared[name].epochs[-1].epoch, each) for name, each in figures.items()}
     if not values:
@@ -169,8 +169,8 @@ def recommendation(record: SearchRecord) -> tuple[str, str]:
             nearest = max((name for name in values if name != winner), key=lambda name: values[name], default=None)
             if nearest is not None and values[winner] - values[nearest] <= _TIE_SHARE * abs(values[winner]):
                 sentence += f" {nearest.upper()} alone is as good within {_TIE_SHARE:.0%}."
-            return f"{sentence} To train with its thresholds:", repeat_command("run", best.folder)
-    command = repeat_command("run", record.baselines[winner].folder)
+            return f"{sentence} To train with its thresholds:", command_for("run --from", best.folder)
+    command = command_for("run --from", record.baselines[winner].folder)
     return f"{sentence} On this task and hardware train with {winner.upper()}:", command
 
 

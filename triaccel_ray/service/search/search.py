@@ -17,7 +17,7 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 from triaccel_ray.records.events import Claim, LogError, read_events
 from triaccel_ray.search_spaces.thresholds import Calibration, calibration, thresholds
 from triaccel_ray.search_spaces.tuned import Result, TunedThresholds
-from triaccel_ray.service.cli.options import repeat_command
+from triaccel_ray.service.cli.options import command_for
 from triaccel_ray.service.runs.objective import Objective, grace_epochs
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun, read_run
 from triaccel_ray.service.runs.runs import fit, num_groups, run_all
@@ -262,7 +262,7 @@ def tuned_thresholds_of(record: SearchRecord) -> TunedThresholds | None:
     return TunedThresholds(
         task=best.spec.task,
         metric=best.spec.goal.name,
-        command=repeat_command("search", record.folder),
+        command=command_for("search --from", record.folder),
         date=datetime.fromtimestamp(began, UTC).date().isoformat(),
         hardware=info.get("hardware", "unknown"),
         versions={name: info[name] for name in ("triaccel-ray", "torch", "triton", "python") if name in info},
