@@ -6,8 +6,6 @@ state, a thread of the driver can draw.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -19,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter
 
+from triaccel_ray.records.durable import partial_path
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision, Storage
 from triaccel_ray.service.runs.objective import Figures
@@ -75,7 +74,7 @@ def new_figure(width: float, height: float) -> Figure:
 def save(figure: Figure, path: Path) -> Path:
     """Writes the figure as PNG and returns its path. The write is atomic; a symbolic link at `path` is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.parent.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+    partial = partial_path(path.parent)  # beside the folder of pictures, which MLflow gets whole
     figure.savefig(partial, format="png")
     return partial.replace(path)
 
