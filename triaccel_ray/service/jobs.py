@@ -44,7 +44,7 @@ _WAY_OUT = (
 )
 
 
-def submit(words: Sequence[str], *, name: str | None, address: str | None) -> int:
+def submit(words: Sequence[str], *, name: str | None, address: str | None) -> None:
     """Submits `triaccel WORDS` as a job and prints how to follow and stop it."""
     job, notes = submission(words, name=name)
     with job_client(address) as client:
@@ -53,10 +53,9 @@ def submit(words: Sequence[str], *, name: str | None, address: str | None) -> in
     on = _address_option(address)
     out.print(f"submitted: {job_id}", soft_wrap=True)
     out.print(f"look: triaccel logs {job_id} --follow{on}    stop: triaccel stop {job_id}{on}", soft_wrap=True)
-    return 0
 
 
-def list_jobs(*, address: str | None) -> int:
+def list_jobs(*, address: str | None) -> None:
     """Prints the cluster's jobs."""
     with job_client(address) as client:
         jobs = [job for job in client.list_jobs() if job.submission_id]
@@ -64,7 +63,6 @@ def list_jobs(*, address: str | None) -> int:
         out.print(rich_table(jobs_grid(jobs, now_ms=time.time_ns() // 1_000_000)))
     else:
         out.print("no jobs yet; `triaccel submit -- search digits` hands one over")
-    return 0
 
 
 def show_logs(job: str, *, follow: bool, address: str | None) -> int:
@@ -94,7 +92,7 @@ async def _follow(client: JobSubmissionClient, job: str) -> None:
         raise ConnectionError(str(error)) from error
 
 
-def stop(job: str, *, address: str | None) -> int:
+def stop(job: str, *, address: str | None) -> None:
     """Tells a job to stop, as Ctrl-C would, and prints how to resume it."""
     with job_client(address) as client:
         client.stop_job(job)
@@ -104,7 +102,6 @@ def stop(job: str, *, address: str | None) -> int:
     if resume is not None:
         out.print(f"go on, on the cluster: triaccel submit{_address_option(address)} -- {resume}", soft_wrap=True)
         out.print(f"go on, on this machine: triaccel {resume}", soft_wrap=True)
-    return 0
 
 
 def _address_option(address: str | None) -> str:

@@ -45,11 +45,11 @@ def execute(command: specs.Command) -> int:
                 task = load_task(name, None)
                 out.print(f"{name:40} {task.recipe.epochs} epochs, batch {task.control.batch.start}, {task.goal.words}")
         case specs.Submit():
-            return jobs.submit(command.words, name=command.name, address=command.address)
+            jobs.submit(command.words, name=command.name, address=command.address)
         case specs.Jobs():
-            return jobs.list_jobs(address=command.address)
+            jobs.list_jobs(address=command.address)
         case specs.Logs():
             return jobs.show_logs(command.job, follow=command.follow, address=command.address)
         case specs.Stop():
-            return jobs.stop(command.job, address=command.address)
+            jobs.stop(command.job, address=command.address)
     return 0
