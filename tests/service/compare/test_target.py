@@ -51,7 +51,7 @@ def test_a_target_is_reached_in_the_first_epoch_that_is_as_good(
     run: RunRecord, costs: dict[str, float], note: str | None
 ) -> None:
     assert run.to_target == {f"{name}_to_target": value for name, value in costs.items()}
-    found = [line for line in run_notes(run).splitlines() if line.startswith("target")]
+    found = [line for line in run_notes(run) if line.startswith("target")]
     assert len(found) == (note is not None)
     assert note is None or note in found[0]
 

@@ -110,7 +110,7 @@ def with_faults(run: RunRecord, *faults: Fault) -> RunRecord:
 
 
 def test_faults_are_counted(run: RunRecord) -> None:
-    assert run_notes(with_faults(run)) == ""
+    assert list(run_notes(with_faults(run))) == []
     sizes = {
         FaultKind.OUT_OF_MEMORY: (96, 96),
         FaultKind.CAPTURE_OUT_OF_MEMORY: (8, 9, 8),
@@ -118,7 +118,7 @@ def test_faults_are_counted(run: RunRecord) -> None:
     }
     a_fault = Fault(kind=FaultKind.OUT_OF_MEMORY, step=1, phase="any", detail="why")
     seen = [replace(a_fault, kind=kind, batch_size=size) for kind in sizes for size in sizes[kind]]
-    assert run_notes(with_faults(run, *seen)).splitlines() == [
+    assert list(run_notes(with_faults(run, *seen))) == [
         "out_of_memory (any, 2 times): why",
         "capture_out_of_memory (any, 3 times): why",
         "capture_failed (any): why",
@@ -130,10 +130,10 @@ def test_what_adapting_took_and_shared_gpus_are_told(run: RunRecord) -> None:
     applied = Applied(plan=quiet.ticks[0].applied.plan, adapt_ms=1250.0)
     ticks = tuple(replace(tick, applied=applied) for tick in quiet.ticks[:2])
     shared = replace(quiet, ticks=ticks, spec=replace(run.spec, trials_per_gpu=3))
-    sharing, adapting = run_notes(shared).splitlines()
+    sharing, adapting = run_notes(shared)
     assert "GPUs shared by 3 runs each" in sharing
     assert adapting.startswith("adapting took 2.5 s of the run")
-    (ranks,) = run_notes(replace(quiet, spec=replace(run.spec, gpus="2..4"))).splitlines()
+    (ranks,) = run_notes(replace(quiet, spec=replace(run.spec, gpus="2..4")))
     assert ranks == "trained by 2 to 4 ranks together; seconds and memory are those of rank 0"
 
 

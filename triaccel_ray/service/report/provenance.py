@@ -64,12 +64,8 @@ def sharing_note(spec: RunSpec) -> str:
     return f"times and scores are those of GPUs shared by {spec.trials_per_gpu} runs each, not of a GPU of one's own"
 
 
-def run_notes(run: RunRecord) -> str:
-    """Returns a line each on GPU sharing, ranks, target, time spent adapting, and each kind of fault."""
-    return "\n".join(_notes_on(run))
-
-
-def _notes_on(run: RunRecord) -> Iterator[str]:
+def run_notes(run: RunRecord) -> Iterator[str]:
+    """Yields a line each on GPU sharing, ranks, target, time spent adapting, and each kind of fault."""
     if note := sharing_note(run.spec):
         yield note
     if ranks := run.spec.ranks_text:

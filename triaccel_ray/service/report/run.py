@@ -97,7 +97,7 @@ def view_run(run: RunRecord) -> View:
         View(
             folder=run.folder,
             title=f"{run.name}: {spec.task}",
-            parts=[rows, second, run_notes(run), troubles({run.name: run}), *run_figures(run)],
+            parts=[rows, second, lines(*run_notes(run)), troubles({run.name: run}), *run_figures(run)],
             details=[about(spec, [run], facts, repeat), all_settings(spec)],
             rows=rows.as_dicts(),
             command=command,
