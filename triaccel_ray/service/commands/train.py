@@ -55,7 +55,6 @@ from triaccel_ray.service.search.search import (
     read_search,
     to_be_repeated,
     tune_trials,
-    tuned_thresholds_of,
 )
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.session import find, new_name, open_tracker, require_experiment, storage_of
@@ -206,10 +205,9 @@ def _search(spec: SearchSpec, work: Work, show: Show) -> Outcome:
         with _ray(work.where):
             _run_search(spec, work, log.claim)
         record = read_search(folder)
-        found = tuned_thresholds_of(record)
-        if found is not None:
-            write_value(folder / FOUND, found)
         view = view_search(record)
+        if view.best is not None:
+            write_value(folder / FOUND, view.best)
         show(view)
         failures: dict[str, str] = {}
         for run in record.trials:
