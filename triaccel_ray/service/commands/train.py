@@ -235,7 +235,7 @@ def _run_search(spec: SearchSpec, work: Work, claim: Claim) -> None:
         prepared = prepare(spec, place, num_gpus=num_gpus, shared=shared)
     title = f"{base.task}: {counted(spec.num_trials, 'trial')}"
     with Progress(title, folder / TRIALS, num_trials=spec.num_trials):
-        tune_trials(spec, prepared, place, num_gpus=num_gpus, resume=work.resume, shared=shared, claim=claim)
+        tune_trials(spec, prepared, place, num_gpus=num_gpus, shared=shared, claim=claim)
     missing_repeats = to_be_repeated(read_search(folder))
     if missing_repeats:
         title = f"{base.task}: the best trial and the baselines again"

@@ -125,11 +125,10 @@ def tune_trials(
     place: StoragePath,
     *,
     num_gpus: float,
-    resume: bool = False,
     shared: SharedSplits | None = None,
     claim: Claim | None = None,
 ) -> None:
-    """Runs the trials; with `resume`, those that have not ended or that failed through a bug.
+    """Runs the trials; of a search that is resumed, those that have not ended or that failed through a bug.
 
     With a `claim` on the search's own log, nothing is begun or journaled once another process has taken over the
     search. A resumed search restores scheduler and sampler from the trials' logs. Samples come from `shared`, if given.
@@ -147,10 +146,9 @@ def tune_trials(
         return replace(base, control=thresholds(config, base.control, prepared.calibration))
 
     context = RunContext(place=trials, spec_of=spec_of, objective=prepared.objective, shared=shared)
-    if resume:
-        for trial in trials.folder.glob("*"):
-            with editing_log(trials / trial.name) as log:
-                reopen(log)
+    for trial in trials.folder.glob("*"):
+        with editing_log(trials / trial.name) as log:
+            reopen(log)
     with quiet_optuna():
         suggestions = JournaledSearch(spec, place, claim)
         config = tune.TuneConfig(
