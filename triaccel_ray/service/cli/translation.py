@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from triaccel_ray.config import ControlConfig, require
-from triaccel_ray.service.cli.options import RUN_SETTINGS, Where
+from triaccel_ray.service.cli.options import RUN_SETTINGS
 from triaccel_ray.service.cli.settings import changed, given
 from triaccel_ray.service.cli.specs import Compare, Replay, Run, Search, Trains, TuneBatch
 from triaccel_ray.service.compare.comparison import read_comparison
@@ -49,12 +49,9 @@ def run_of(command: Run) -> RunSpec:
         ValueError: an option breaks its rule, or no run has the name given as --from; the message names it.
     """
     options = {**given(command.main), **given(command.training), **given(command.thresholds)}
-    if command.from_ is None:
-        base = _of_task(command.task, options)
-    else:
-        base = _repeated(command.from_, command.where)
-        if base.method == TUNE_BATCH:  # to train at a batch size that was found
-            base = replace(base, method=RunSpec.method)
+    base = _base(command, options)
+    if base.method == TUNE_BATCH:  # to train at a batch size that was found
+        base = replace(base, method=RunSpec.method)
     is_final = command.final or base.purpose is Purpose.FINAL
     options.setdefault(("keep",), "last" if is_final else base.keep or "last")
     spec = with_options(base, {**options, ("purpose",): Purpose.FINAL if is_final else base.purpose})
@@ -84,12 +81,9 @@ def _require_used(spec: RunSpec, options: Given) -> None:
 def tuning_of(command: TuneBatch) -> RunSpec:
     """Returns the spec of the run that times batch sizes; raises as `run_of`, or if --from names a baseline."""
     options = {**given(command.main), **given(command.training), **given(command.thresholds)}
-    if command.from_ is None:
-        base = _of_task(command.task, options)
-    else:
-        base = _repeated(command.from_, command.where)
-        rule = f"was trained by {base.method}, without the engine that is timed; name a run of another method"
-        require(not base.is_baseline, "--from", command.from_, rule)
+    base = _base(command, options)
+    rule = f"was trained by {base.method}, without the engine that is timed; name a run of another method"
+    require(not base.is_baseline, "--from", command.from_, rule)
     batch, start = base.control.batch, options.get(("control", "batch", "start"))
     if start is not None:  # moves the smallest size to a rung below it, not along with it as in a run
         rungs_below = max(start - batch.minimum, 0) // batch.granularity
@@ -179,9 +173,11 @@ def _with_control(control: ControlConfig, options: Given) -> ControlConfig:
     return changed(control, options)
 
 
-def _repeated(name: str, where: Where) -> RunSpec:
-    """Returns the spec of the run called `name`, for one that repeats it on a GPU of its own."""
-    return replace(read_spec(find_run(name, where)), trials_per_gpu=1)
+def _base(command: Run | TuneBatch, options: Given) -> RunSpec:
+    """Returns the run with the task's own settings, or the run that --from names, on a GPU of its own."""
+    if command.from_ is None:
+        return _of_task(command.task, options)
+    return replace(read_spec(find_run(command.from_, command.where)), trials_per_gpu=1)
 
 
 def _split(command: Search | Compare) -> tuple[dict[tuple[str, ...], Any], dict[tuple[str, ...], Any]]:
