@@ -44,12 +44,11 @@ def named_store(given: str | None) -> str | None:
         ValueError: the store is of a kind that is not supported, or its URI holds a password, which would be shown.
     """
     name, uri = "tracking uri", given
-    if given is None:
+    if uri is None:
         name = "MLFLOW_TRACKING_URI"
         uri = os.environ.get(name, "").strip()
         if not uri:
             return None
-    assert uri is not None
     path, shown = sqlite_path(uri), without_passwords(uri)
     is_supported = uri.startswith(("http://", "https://")) or path is not None
     rule = "must be http://HOST:PORT of a server or sqlite:///FILE; leave it out for mlflow.db in the storage folder"

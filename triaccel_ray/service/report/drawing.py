@@ -88,9 +88,8 @@ def panel(axes: Axes, title: str, subtitle: str = "", *, x_label: str = "", y_la
     axes.set_xlabel(x_label, fontsize=9.5, color=GRAY)
     axes.set_ylabel(y_label, fontsize=9.5, color=GRAY)
     axes.tick_params(which="both", labelsize=9, colors=GRAY, labelcolor=INK, length=3, width=0.8)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color("#B8C0C8")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#B8C0C8")
     axes.grid(axis="y", color=PALE, linewidth=0.8)
     axes.set_axisbelow(True)
 
