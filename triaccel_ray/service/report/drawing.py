@@ -57,12 +57,9 @@ PRECISION_COLORS: Final = {Precision.FP8: PINK, Precision.FP16: AMBER, Precision
 STORAGE_COLORS: Final = {Storage.KEEP: NAVY, Storage.RECOMPUTE: AMBER, Storage.OFFLOAD: SKY}
 
 DASHED: Final = (0, (5, 3))
-ABOVE: Final[dict[str, Any]] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
-"""Legend position: above the axes, beside the title, so that it never covers data."""
+_LEGEND: Final[dict[str, Any]] = {"frameon": False, "fontsize": 9, "labelcolor": INK}
 PLAIN: Final = FuncFormatter(lambda value, _: f"{value:,.10g}")
 """Tick formatter that writes numbers without exponents."""
-_LOG_FROM: Final = 30.0
-"""Ratio of largest to smallest loss above which the axis is logarithmic: a linear one would show a flat line."""
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -107,15 +104,9 @@ def mark_level(axes: Axes, value: float, text: str, color: str = GRAY) -> None:
 
 
 def legend(axes: Axes, **options: Any) -> None:
-    """Adds a legend without a frame."""
-    axes.legend(**{"frameon": False, "fontsize": 9, "labelcolor": INK, **options})
-
-
-def scale_losses(axes: Axes, losses: Sequence[float]) -> None:
-    """Makes the y axis logarithmic if the losses span a large range."""
-    if min(losses) > 0.0 and max(losses) > _LOG_FROM * min(losses):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(PLAIN)
+    """Adds a legend, by default above the axes, beside the title, so that it never covers data."""
+    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
+    axes.legend(**{**_LEGEND, **place, "columnspacing": 1.4, "handlelength": 1.2, **options})
 
 
 def shorten(name: str) -> str:
@@ -166,8 +157,7 @@ def metric_against_cost(
         axes.margins(0.1)
     if limit is not None:
         mark_level(right, limit, "margin")
-    below: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": 9, "labelcolor": INK}
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), ncols=6, **below)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, **_LEGEND)
     return figure
 
 

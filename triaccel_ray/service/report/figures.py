@@ -104,13 +104,20 @@ def _interval_edges(epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> list[floa
     return [*edges, max(edges[-1], epochs[-1].epoch)]
 
 
+_LOG_FROM = 30.0
+"""Ratio of largest to smallest loss above which the axis is logarithmic: a linear one would show a flat line."""
+
+
 def _draw_loss(axes: Axes, epochs: Sequence[Epoch]) -> None:
     training = [(epoch.epoch, epoch.train_loss) for epoch in epochs]
     held_out = [(epoch.epoch, epoch.held_out_loss) for epoch in epochs if epoch.held_out_loss is not None]
     for losses, color, label in ((training, GRAY, "training"), (held_out, NAVY, "validation")):
         if losses:
             axes.plot(*zip(*losses, strict=True), color=color, linewidth=2.0, label=label, **_marker(epochs))
-    drawing.scale_losses(axes, [loss for _, loss in (*training, *held_out)])
+    values = [loss for _, loss in (*training, *held_out)]
+    if 0.0 < _LOG_FROM * min(values) < max(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(drawing.PLAIN)
     legend(axes, loc="upper right")  # losses fall
 
 
@@ -138,7 +145,7 @@ def _draw_precisions(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick])
         below = above
     axes.set_ylim(0.0, 100.0)
     axes.set_axisbelow(False)
-    legend(axes, ncols=4, columnspacing=1.4, handlelength=1.2, **drawing.ABOVE)
+    legend(axes, ncols=4)
 
 
 def _draw_batch(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig) -> None:
@@ -154,7 +161,7 @@ def _draw_batch(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batc
     if micro_batches != sizes:
         style: dict[str, Any] = {"color": BLUE, "linewidth": 1.2, "linestyle": ":"}
         axes.stairs(micro_batches, edges, baseline=None, label="at once on the device", **style)
-        legend(axes, **drawing.ABOVE)
+        legend(axes)
     axes.set_ylim(0, 1.12 * max(sizes))
     rungs_per_tick = math.ceil(max(sizes) / (5 * batch.granularity))
     axes.yaxis.set_major_locator(MultipleLocator(batch.granularity * rungs_per_tick))
@@ -180,7 +187,7 @@ def _draw_memory(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], bat
     for share, text, color in ((1.0, "limit", INK), (batch.rho_high, high, RED), (batch.rho_low, low, ORANGE)):
         level = idle + share * (limits - idle)  # rho counts above the idle memory, which no batch size changes
         axes.stairs(level, edges, baseline=None, color=color, linewidth=1.2, label=text)
-    legend(axes, ncols=3, columnspacing=1.4, handlelength=1.2, **drawing.ABOVE)
+    legend(axes, ncols=3)
 
 
 def _draw_by_epoch(axes: Axes, epochs: Sequence[Epoch], values: Sequence[float]) -> None:
@@ -196,7 +203,7 @@ def _draw_seconds(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick]) ->
     spent, edges = np.histogram(np.ceil(epoch_of) - 0.5, _epoch_edges(epochs), weights=seconds)
     if spent.any():
         axes.stairs(spent, edges, fill=True, color=ORANGE, alpha=0.7, label="of which adapting")
-        legend(axes, **drawing.ABOVE)
+        legend(axes)
 
 
 def _marker(epochs: Sequence[Epoch]) -> dict[str, Any]:
@@ -244,18 +251,15 @@ def precision_heatmap(ticks: Sequence[Tick], *, subtitle: str = "") -> Figure:
     names = list(ticks[0].observation.plan.precision)
     # The plan observed at a tick is the one in force during the interval that the tick ends.
     ranks = np.array([[tick.observation.plan.precision[name].rank for name in names] for tick in ticks]).T
-    figure = drawing.new_figure(9.6, min(max(0.215 * len(names), 0.9), 7.0) + 1.5)
-    axes = figure.subplots()
-    panel(axes, "Precision of each layer", subtitle, x_label="optimizer step")
+    figure, axes = _figure_of_rows(names, "Precision of each layer", subtitle, x_label="optimizer step")
     colors = ListedColormap([PRECISION_COLORS[level] for level in Precision])
     edges = step_edges(ticks), np.arange(len(names) + 1) - 0.5
     axes.pcolorfast(*edges, ranks, cmap=colors, vmin=-0.5, vmax=len(Precision) - 0.5)
-    _label_rows(axes, names)
     axes.grid(visible=False)
     levels = _levels([tick.observation.plan for tick in ticks])
     shares = [f"{level.name}  {100 * (ranks == level.rank).mean():.0f}%" for level in levels]
     handles = [Patch(color=PRECISION_COLORS[level], label=text) for level, text in zip(levels, shares, strict=True)]
-    legend(axes, handles=handles, ncols=4, columnspacing=1.6, handlelength=1.2, **drawing.ABOVE)
+    legend(axes, handles=handles, ncols=4)
     return figure
 
 
@@ -269,21 +273,19 @@ def memory_plan(ticks: Sequence[Tick], *, subtitle: str = "") -> Figure:
     """Returns a bar for each region of the model: what its backward pass needs, and where the last plan stores it."""
     storage = next(plan.storage for tick in reversed(ticks) if (plan := tick.observation.plan).storage)
     regions = next(each.regions for tick in reversed(ticks) if (each := tick.observation.profile))
-    figure = drawing.new_figure(9.6, min(max(0.215 * len(regions), 0.9), 7.0) + 1.8)
-    axes = figure.subplots()
-    panel(axes, "What each region saves for its backward pass", subtitle, x_label="MiB per micro-batch")
+    title, names = "What each region saves for its backward pass", [region.name for region in regions]
+    figure, axes = _figure_of_rows(names, title, subtitle, x_label="MiB per micro-batch")
     stored = [storage.get(region.name, Storage.KEEP) for region in regions]
     kinds = [kind.alone for kind in stored]
     saved = np.array([region.saved_bytes for region in regions]) / MIB
     kept = np.array([_kept_bytes(region, kind) for region, kind in zip(regions, stored, strict=True)]) / MIB
     axes.barh(range(len(regions)), kept, color=STORAGE_COLORS[Storage.KEEP])
     axes.barh(range(len(regions)), saved - kept, left=kept, color=[STORAGE_COLORS[kind] for kind in kinds])
-    _label_rows(axes, [region.name for region in regions])
     texts = {Storage.KEEP: "kept", Storage.RECOMPUTE: "recomputed", Storage.OFFLOAD: "offloaded"}
     freed = {kind: sum(saved[row] - kept[row] for row, each in enumerate(kinds) if each is kind) for kind in texts}
     held = {**freed, Storage.KEEP: kept.sum()}
     handles = [Patch(color=STORAGE_COLORS[kind], label=f"{texts[kind]}  {held[kind]:,.0f} MiB") for kind in texts]
-    legend(axes, handles=handles, ncols=3, columnspacing=1.6, handlelength=1.2, **drawing.ABOVE)
+    legend(axes, handles=handles, ncols=3)
     return figure
 
 
@@ -315,9 +317,13 @@ def _kept_bytes(region: RegionSignal, kind: Storage) -> int:
     return region.saved_bytes - (region.offloadable_bytes if kind is Storage.OFFLOAD else 0)
 
 
-def _label_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Labels the rows from the top; with many, only every second, third, ... one."""
+def _figure_of_rows(names: Sequence[str], title: str, subtitle: str, *, x_label: str) -> tuple[Figure, Axes]:
+    """Returns a figure with rows of these names, from the top; with many, only every second, third, ... is labeled."""
+    figure = drawing.new_figure(9.6, min(max(0.215 * len(names), 0.9), 7.0) + 1.5)
+    axes = figure.subplots()
+    panel(axes, title, subtitle, x_label=x_label)
     axes.set_ylim(len(names) - 0.5, -0.5)
     rows = range(0, len(names), math.ceil(len(names) / MOST_ROW_LABELS))
     axes.set_yticks(rows, [shorten(names[row]) for row in rows])
     axes.tick_params(axis="y", length=0)
+    return figure, axes
