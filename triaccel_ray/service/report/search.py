@@ -248,21 +248,19 @@ def importance(record: SearchRecord) -> str:
 def outcomes(record: SearchRecord) -> list[Series]:
     """Returns the series to plot: trials by outcome (pruned ones as of then), Pareto front, best trial, baselines."""
     best, compared = best_trial(record), candidates(record)
-    points: dict[str, list[Figures]] = {"pruned": [], "poor": [], "good": []}
+    pruned, poor, good = list[Figures](), list[Figures](), list[Figures]()
     for run in (compared.get(trial.name, trial) for trial in record.trials):
         if run.figures is not None and run.status in ("finished", "stopped"):
-            shortfall = record.objective.shortfall(run.epochs[-1].epoch, run.figures.metric)
-            kind = "poor" if shortfall else "good"
-            points["pruned" if run.status == "stopped" else kind].append(run.figures)
+            outcome = poor if record.objective.shortfall(run.epochs[-1].epoch, run.figures.metric) else good
+            (pruned if run.status == "stopped" else outcome).append(run.figures)
     hollow: dict[str, Any] = {"marker": "o", "markerfacecolor": "none"}
     front = {"marker": "o", "color": NAVY, "linestyle": "-", "linewidth": 1.6, "drawstyle": "steps-post"}
-    looks: tuple[tuple[str, str, dict[str, Any]], ...] = (
-        ("pruned", "stopped early (pruned)", {"marker": "x", "color": GRAY, "alpha": 0.7}),
-        ("poor", "trial beyond the margin", {**hollow, "color": GRAY}),
-        ("good", "trial", {"marker": "o", "color": BLUE, "alpha": 0.55}),
-    )
-    series = [Series(label=label, points=points[kind], look=look) for kind, label, look in looks]
-    series.append(Series(label="beaten by no other trial", points=points["good"], look=front, is_front=True))
+    series = [
+        Series(label="stopped early (pruned)", points=pruned, look={"marker": "x", "color": GRAY, "alpha": 0.7}),
+        Series(label="trial beyond the margin", points=poor, look={**hollow, "color": GRAY}),
+        Series(label="trial", points=good, look={"marker": "o", "color": BLUE, "alpha": 0.55}),
+        Series(label="beaten by no other trial", points=good, look=front, is_front=True),
+    ]
     for name, run in compared.items():
         figures = [] if run.figures is None else [run.figures]
         if best is not None and name == best.name:
