@@ -99,8 +99,7 @@ def caption(axes: Axes, text: str) -> None:
 
 def mark_level(axes: Axes, value: float, text: str, color: str = GRAY) -> None:
     """Labels a horizontal line at the right edge of the axes."""
-    beside: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-    axes.annotate(text, (1.0, value), (6, 0), va="center", fontsize=8.5, color=color, annotation_clip=False, **beside)
+    axes.text(1.02, value, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5, color=color)
 
 
 def legend(axes: Axes, **options: Any) -> None:
