@@ -69,8 +69,7 @@ def _require_used(spec: RunSpec, options: Given) -> None:
     if spec.method in ("triaccel", "paper"):
         return
     control = spec.method_control
-    is_on = {"precision": control.precision.enabled, "curvature": control.curvature.enabled}
-    off = {("control", part) for part, enabled in is_on.items() if not enabled}
+    off = {("control", part) for part in ("precision", "curvature") if not getattr(control, part).enabled}
     used = ("enabled",) if spec.is_baseline else ("enabled", *_OF_THE_ENGINE)
     for setting in RUN_SETTINGS.values():
         if setting.path in options and setting.path[:2] in off:
