@@ -15,22 +15,10 @@ from triaccel_ray.records.events import Claim, End
 from triaccel_ray.service.cli.options import Where, settings_text
 from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search, Trains
 from triaccel_ray.service.cli.translation import spec_of
-from triaccel_ray.service.cluster.cluster import (
-    cluster,
-    gpus_of_a_run,
-    joined_address,
-    require_gpus,
-    require_reachable,
-)
+from triaccel_ray.service.cluster.cluster import cluster, gpus_of_a_run, joined_address, require_gpus, require_reachable
 from triaccel_ray.service.commands.next_steps import command_to_resume, print_model, print_outcome, resumable
 from triaccel_ray.service.commands.progress import Progress
-from triaccel_ray.service.commands.recording import (
-    Work,
-    recording,
-    search_parent,
-    set_of_runs,
-    with_recorded_store,
-)
+from triaccel_ray.service.commands.recording import Work, recording, search_parent, set_of_runs, with_recorded_store
 from triaccel_ray.service.compare.comparison import read_comparison, summary_metrics
 from triaccel_ray.service.compare.fixed_setting import choose_fixed_setting, trial_of
 from triaccel_ray.service.compare.spec import ComparisonSpec
@@ -48,14 +36,7 @@ from triaccel_ray.service.runs.record import read_if_begun, read_run, read_spec
 from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.search.search import (
-    best_trial,
-    candidates,
-    prepare,
-    read_search,
-    to_be_repeated,
-    tune_trials,
-)
+from triaccel_ray.service.search.search import best_trial, candidates, prepare, read_search, to_be_repeated, tune_trials
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.session import find, new_name, open_tracker, require_experiment, storage_of
 from triaccel_ray.service.storage.copies import PAGE_FILES
