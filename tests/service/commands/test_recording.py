@@ -11,6 +11,7 @@ from tests.service.stores import runs, ship
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.commands.recording import with_recorded_store
 from triaccel_ray.service.search.search import read_search
+from triaccel_ray.service.session import open_tracker
 from triaccel_ray.service.storage.layout import SEARCH, SHIPPED
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
@@ -61,8 +62,9 @@ def test_a_bucket_has_no_usual_store(run: Path, where: Where) -> None:
     for each in (where, bucket):
         assert with_recorded_store(run, each).tracking_uri == "http://127.0.0.1:5000"
     (run / SHIPPED).unlink()
+    assert with_recorded_store(run, bucket) == bucket
     with pytest.raises(TrackingUnavailableError, match="tracking uri = None"):
-        with_recorded_store(run, bucket)
+        open_tracker(bucket)
 
 
 def test_a_search_that_goes_on_stays_one_tree(desk: Desk, tmp_path: Path) -> None:

@@ -54,9 +54,6 @@ def with_recorded_store(folder: Path, where: Where) -> Where:
     """Returns `where` with the tracking store that holds the run of `folder`, unless `where` names a store.
 
     A SQLite file that is gone has been moved, perhaps together with the runs: the usual store is used.
-
-    Raises:
-        TrackingUnavailableError: no store is named or known.
     """
     shipped = read_shipped(folder)
     if where.tracking_uri is None and shipped is not None:
@@ -64,8 +61,7 @@ def with_recorded_store(folder: Path, where: Where) -> Where:
         usual = None if where.storage_path.uri is not None else tracking_uri_of(where)
         if shipped.store != usual and (path is None or path.is_file()):
             err.print(f"recorded in {shipped.store}, as before; --tracking-uri names another store", soft_wrap=True)
-            where = replace(where, tracking_uri=shipped.store)
-    tracking_uri_of(where)
+            return replace(where, tracking_uri=shipped.store)
     return where
 
 
