@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from triaccel_ray.config import ControlConfig, check_fields, knob
-from triaccel_ray.service.runs.objective import Objective, ObjectiveName
+from triaccel_ray.service.runs.objective import ObjectiveName
 from triaccel_ray.service.runs.spec import RunSpec
 
 
@@ -35,7 +35,6 @@ class SearchSpec:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        Objective(name=self.objective, margin=self.margin, goal=self.base.goal)
 
 
 @dataclass(frozen=True)
