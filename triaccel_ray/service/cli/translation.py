@@ -110,11 +110,11 @@ def comparison_of(command: Compare) -> ComparisonSpec:
     own, common = _split(command)
     if command.from_ is None:
         base = replace(_of_task(command.task, common), purpose=Purpose.FINAL)
-        spec = ComparisonSpec(base=base, ablation=command.ablation)
+        spec = ComparisonSpec(base=base)
     else:
         spec = read_comparison(find(command.from_, command.where).folder).spec
-    spec = replace(spec, ablation=spec.ablation or command.ablation)
-    return replace(changed(spec, own), base=with_options(spec.base, common))
+    base, ablation = with_options(spec.base, common), spec.ablation or command.ablation
+    return replace(changed(spec, own), base=base, ablation=ablation)
 
 
 def replayed_control(command: Replay, control: ControlConfig) -> ControlConfig:
