@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import time
@@ -17,6 +16,7 @@ from triaccel_ray.service.storage.mirror import pull_all
 from triaccel_ray.service.storage.storage_path import StoragePath, is_plain_name
 from triaccel_ray.service.storage.store import Store
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError, sqlite_path
+from triaccel_ray.trainables.registry import suggestion
 
 
 def tracking_uri_of(where: Where) -> str:
@@ -174,10 +174,9 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
         pull_all(place)
         if not os.path.isdir(place.folder):
             require(not os.path.isfile(name), "name", name, f"is a file: an event log must be called {EVENTS}")
-            close = difflib.get_close_matches(place.base_name, _results_in(place.parent.folder), n=1)
-            is_here = name in _results_in(Path())  # in the current folder, which only a path names
-            nearest = f".{os.sep}{name}" if is_here else close and (place.parent / close[0]).name
-            meant = f", did you mean {nearest}?" if nearest else ";"
+            here = [f".{os.sep}{each}" for each in _results_in(Path())]  # which only a path names
+            stored = [(place.parent / each).name for each in _results_in(place.parent.folder)]
+            meant = suggestion(place.name, [*here, *stored]) or ";"
             raise LogError(f"name = {name!r}: there is no folder {place}{meant} names are the folders in {storage}")
         if not os.listdir(place.folder):
             raise LogError(
