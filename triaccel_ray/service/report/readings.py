@@ -27,9 +27,7 @@ def readings_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, tar
     if {JOULES in figures for results in rows.values() for figures in results.by_seed.values()} != {True}:
         costs.pop("joules_to_target", None)
     compared |= {costs[figure]: (rows, figure) for figure in costs if best_of(rows, figure, least=True)}
-    verdict = ""
-    if sum(bool(results.by_seed) for results in rows.values()) > 1:
-        verdict = _verdict(compared)
+    num_finished = sum(bool(results.by_seed) for results in rows.values())
     return Grid(
         title=title if target is None else f"{title}, and costs to the target",
         header=("method", *by_reading, *costs.values()),
@@ -44,7 +42,7 @@ def readings_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, tar
         note=lines(
             "whole run s: of all epochs, compilation and adaptation included",
             "" if target is None else f"target: the first epoch with validation {goal.named(target)} or better",
-            verdict,
+            _verdict(compared) if num_finished > 1 else "",
         ),
     )
 
