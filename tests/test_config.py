@@ -20,6 +20,7 @@ INF, NAN = math.inf, math.nan
 ABOVE_ONE, BELOW_ZERO = math.nextafter(1.0, 2.0), -math.ulp(0.0)
 CONFIGS = (PrecisionConfig, CurvatureConfig, BatchConfig, LossScaleConfig, ExecutionConfig, ControlConfig)
 
+ASCENDING = "must be in ascending order; around() sets all three"
 LADDER = "batch minimum, start, maximum (batch_min, batch_size, batch_max)"
 START = "batch minimum, start (batch_min, batch_size)"
 KEEP_PRECISION = "exchange them. To keep one precision: --method engine-amp, or PrecisionConfig(enabled=False)"
@@ -78,8 +79,8 @@ def test_a_number_without_bounds_has_its_type():
            f"rho_low, rho_high = (0.8, {high}): rho_low must be smaller than rho_high; {KEEP_SIZE}")
           for high in (0.7, 0.8)),
         (PrecisionConfig, {"initial_layers": {"conv": "fp4"}}, "initial_layers = 'fp4': must be a Precision"),
-        (BatchConfig, {"minimum": 128}, f"{LADDER} = (128, 96, 512): must be in ascending order; around() sets all three"),
-        (BatchConfig, {"maximum": 64}, f"{LADDER} = (32, 96, 64): must be in ascending order; around() sets all three"),
+        (BatchConfig, {"minimum": 128}, f"{LADDER} = (128, 96, 512): {ASCENDING}"),
+        (BatchConfig, {"maximum": 64}, f"{LADDER} = (32, 96, 64): {ASCENDING}"),
         (BatchConfig, {"start": 100}, f"{START} = (32, 100): must be a multiple of granularity = 32 apart"),
         (BatchConfig, {"accumulate": 33},
          "accumulate = 33: must be at most the smallest batch, 32: each part holds at least one sample"),
