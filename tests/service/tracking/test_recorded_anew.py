@@ -1,6 +1,7 @@
 """Logs that were cut back to a checkpoint, and what MLflow then holds."""
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from tests.service.build import SimulatedRun
 from tests.service.stores import assert_equals_log, history, only_run, ship
+from triaccel_ray.records.events import read_events
 from triaccel_ray.service.tracking.shipper import Shipper
 from triaccel_ray.service.tracking.tracking import Tracker
 
@@ -120,4 +122,27 @@ def test_a_run_that_begins_again_has_its_new_params(sqlite_tracker: Tracker, roo
     found = only_run(sqlite_tracker, experiment)
     assert found.id != first.id
     assert (found.params["recipe.lr"], found.params["added"]) == ("0.2", "True")
+    assert_equals_log(sqlite_tracker, found, run.path)
+
+
+def test_a_log_in_the_place_of_one_with_the_same_size_and_time_is_recorded_anew(
+    sqlite_tracker: Tracker, root: Path, experiment: str
+) -> None:
+    run = SimulatedRun(root / "trial")
+    run.start(epochs=1)
+    shipper = Shipper(sqlite_tracker, root, experiment=experiment)
+    shipper.ship_once()
+    first = only_run(sqlite_tracker, experiment)
+    *_, last = read_events(run.path)
+    other = run.path.read_text().replace(
+        f'"time_ms":{last.time_ms},"kind":"epoch"', '"time_ms":1234567890123,"kind":"epoch"'
+    )
+    status = run.path.stat()
+    (root / "new").write_text(other)
+    os.utime(root / "new", ns=(status.st_atime_ns, status.st_mtime_ns))  # as where the file system's clock is coarse
+    (root / "new").replace(run.path)
+    assert run.path.stat().st_size == status.st_size
+    assert shipper.ship_once() == len(list(read_events(run.path)))
+    found = only_run(sqlite_tracker, experiment)
+    assert found.id != first.id
     assert_equals_log(sqlite_tracker, found, run.path)

@@ -122,7 +122,7 @@ def test_nothing_arrives_twice(tracker: Tracker, root: Path, experiment: str) ->
     assert ship(tracker, root, experiment) == 0
     # A crash between the arrival of a batch and the note of it; between the run's creation and the note of its id;
     # and the note lost.
-    note.write_text(json.dumps({**shipped, "num_records": 0, "checksum": 0}))
+    note.write_text(json.dumps({**shipped, "position": {}}))
     assert ship(tracker, root, experiment) == num_events - 1
     note.write_text(json.dumps({name: shipped[name] for name in ("store", "key", "experiment")}))
     assert ship(tracker, root, experiment) == num_events

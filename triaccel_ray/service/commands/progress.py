@@ -17,7 +17,7 @@ from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.console import err
 from triaccel_ray.service.runs.record import figures_of
 from triaccel_ray.service.storage.layout import EVENTS
-from triaccel_ray.service.tracking.log_tail import LogTail
+from triaccel_ray.service.tracking.log_tail import Position, TruncatedLogError, lines_after
 from triaccel_ray.service.units import format_bytes
 from triaccel_ray.trainables.task import Purpose
 
@@ -90,7 +90,7 @@ class Progress:
         self._title, self._folder, self._names = title, folder, tuple(names)
         self._max_epochs, self._num_trials = max_epochs, num_trials
         self._runs: dict[str, _Run] = {}
-        self._tails: dict[Path, LogTail] = {}
+        self._positions: dict[Path, Position] = {}
         self._seen: set[int] = set()
         self._last_reason = ""
         self._has_begun, self._stopping = False, threading.Event()
@@ -117,12 +117,18 @@ class Progress:
 
     def _read(self) -> None:
         paths = [self._folder / name / EVENTS for name in self._names] or sorted(self._folder.glob(f"*/{EVENTS}"))
-        for path in paths:
-            tail = self._tails.setdefault(path, LogTail(path))
+        for path in filter(Path.exists, paths):
             with contextlib.suppress(LogError):  # the report shows that a log is damaged
-                for lines in tail.blocks():
-                    for line in lines:
-                        self._process_line(path.parent.name, line)
+                try:
+                    self._read_log(path, self._positions.get(path, Position()))
+                except TruncatedLogError:
+                    self._read_log(path, Position())
+
+    def _read_log(self, path: Path, position: Position) -> None:
+        for lines in lines_after(position, path):
+            for line in lines:
+                self._process_line(path.parent.name, line)
+            position = self._positions[path] = position.after(lines)
 
     def _process_line(self, name: str, line: bytes) -> None:
         run = self._runs.get(name)

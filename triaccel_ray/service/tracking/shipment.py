@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +26,7 @@ from triaccel_ray.service.storage.layout import (
     SPEC,
     write_value,
 )
-from triaccel_ray.service.tracking.log_tail import LogTail
+from triaccel_ray.service.tracking.log_tail import Position, TruncatedLogError, lines_after
 from triaccel_ray.service.tracking.metrics import RESULT, metrics_of, params_of, step_of, tags_of
 from triaccel_ray.service.tracking.shipped import Shipped, read_shipped
 from triaccel_ray.service.tracking.tracking import Tracker
@@ -68,10 +66,6 @@ class Label:
     """Returns the tags to add when the run ends."""
 
 
-class _TruncatedLogError(Exception):
-    """The log was truncated: it lacks records that were shipped before."""
-
-
 class Shipment:
     """Ships one folder's event log to MLflow; every step is idempotent, for retries after a crash or an outage.
 
@@ -86,13 +80,15 @@ class Shipment:
         """Stores the arguments; `folder` must exist before anything is shipped."""
         self.folder = folder
         self._tracker, self._label = tracker, label
-        self._tail = LogTail(folder / EVENTS)
+        self._path = folder / EVENTS
+        self._seen: tuple[int, int, int] | None = None
+        """What the log's file was when all of it had been shipped."""
         self._shipped: Shipped | None = None
-        self._is_verified = False
+        """What has been shipped; the store has the MLflow run that it names."""
 
     def open(self) -> str:
         """Returns the id of the MLflow run, created if needed even before the first event; for parent runs."""
-        if self._is_verified and self._shipped is not None and self._shipped.run_id is not None:
+        if self._shipped is not None and self._shipped.run_id is not None:
             return self._shipped.run_id
         with self._lock():
             self._load()
@@ -106,15 +102,25 @@ class Shipment:
             Exception: any error of MLflow, its store or the network. No event is lost, but which ones have arrived is
                 unknown: continue with a new `Shipment`, which verifies that the run exists.
         """
-        if not self._tail.changed:
+        seen = self._stamp()
+        if seen is None or seen == self._seen:
             return 0
         with self._lock():
             self._load()
             try:
-                return self._ship_log(parent_id)
-            except _TruncatedLogError:
+                num_events = self._ship_log(parent_id)
+            except TruncatedLogError:
                 self._restart_in_new_run()
-                return self._ship_log(parent_id)
+                num_events = self._ship_log(parent_id)
+        self._seen = seen
+        return num_events
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
     def _lock(self) -> FileLock:
         """Returns the folder's lock: a driver presumed dead may still follow it beside the one that took over."""
@@ -124,34 +130,21 @@ class Shipment:
         """Ships the log's new events and returns their number.
 
         Raises:
-            _TruncatedLogError: records that were shipped are no longer in the log.
+            TruncatedLogError: records that were shipped are no longer in the log.
         """
-        num_events = sum(self._ship_block(lines, parent_id) for lines in self._tail.blocks())
-        if self._shipped is not None and self._tail.num_lines < self._shipped.num_records and self._tail.path.exists():
-            raise _TruncatedLogError
-        return num_events + self._ship_end()
-
-    def _ship_block(self, lines: Sequence[bytes], parent_id: str | None) -> int:
-        number, checksum = self._tail.num_lines, self._tail.checksum
-        num_shipped, shipped_checksum = number, checksum
-        if self._shipped is not None:
-            num_shipped, shipped_checksum = self._shipped.num_records, self._shipped.checksum
-        events = []
-        for line in lines:
-            number += 1
-            checksum = zlib.crc32(line + b"\n", checksum)
-            if number == num_shipped and checksum != shipped_checksum:
-                raise _TruncatedLogError
-            if number > num_shipped:
-                event = parse_event(line, f"event log {self._tail.path}, line {number}")
-                if isinstance(event.record, End):
-                    break  # `_ship_end` ships it, last of all
-                events.append(event)
-                num_shipped, shipped_checksum = number, checksum
-        if events:
-            self._ship_events(events, parent_id)
-            self._save(num_records=num_shipped, checksum=shipped_checksum)
-        return len(events)
+        num_events, end = 0, None
+        position = Position() if self._shipped is None else self._shipped.position
+        for lines in lines_after(position, self._path):
+            numbered = enumerate(lines, position.num_lines + 1)
+            events = [parse_event(line, f"event log {self._path}, line {number}") for number, line in numbered]
+            if isinstance(events[-1].record, End):
+                end = events.pop()  # shipped last of all
+            if events:
+                self._ship_events(events, parent_id)
+                position = position.after(lines[: len(events)])
+                self._save(position=position)
+            num_events += len(events)
+        return num_events + self._ship_end(end)
 
     def _ship_events(self, events: Sequence[Event], parent_id: str | None) -> None:
         first = events[0]
@@ -170,7 +163,7 @@ class Shipment:
     def _resumed_from(self) -> Iterator[int]:
         """Yields the steps from which the run was resumed: that of the last tick or epoch before each interruption."""
         step = 0
-        for event in read_events(self._tail.path):
+        for event in read_events(self._path):
             if isinstance(event.record, Interruption):
                 yield step
             elif not isinstance(event.record, Start | End):
@@ -178,32 +171,28 @@ class Shipment:
 
     def _restart_in_new_run(self) -> None:
         """Records that the log now goes to a new MLflow run from its start; a parent run keeps its MLflow run."""
-        assert self._shipped is not None
         old = self._shipped
+        assert old is not None
         fresh = Shipped(store=old.store, key=old.key, experiment=old.experiment)
-        if self._label.is_parent:
-            self._write(replace(fresh, run_id=old.run_id))
-        else:
-            self._write(replace(fresh, replaces=old.run_id))
-        self._tail.restart()
+        is_kept = self._label.is_parent
+        self._write(replace(fresh, run_id=old.run_id) if is_kept else replace(fresh, replaces=old.run_id))
 
-    def _ship_end(self) -> int:
-        """Ends the MLflow run if the log's last record is a new end, or reopens it if the end is gone.
+    def _ship_end(self, end: Event | None) -> int:
+        """Ends the MLflow run if the log's end is a new one, or reopens it if the end is gone.
 
         Raises:
-            _TruncatedLogError: an end with results was shipped and is no longer in the log.
+            TruncatedLogError: an end with results was shipped and is no longer in the log.
         """
-        last = json.loads(self._tail.last_line) if self._tail.last_line else {"kind": "none"}
-        end_ms = last["time_ms"] if last["kind"] == "end" else None
+        end_ms = None if end is None else end.time_ms
         shipped_ms = None if self._shipped is None else self._shipped.end_ms
         if end_ms == shipped_ms:
             return 0
         client = self._tracker.client
         has_lost_its_end = shipped_ms is not None and not self._label.is_parent
         if has_lost_its_end and any(name.startswith(RESULT) for name in client.get_run(self._run_id).data.metrics):
-            raise _TruncatedLogError
-        if end_ms is not None:
-            self._finish(parse_event(self._tail.last_line, f"event log {self._tail.path}, last line"))
+            raise TruncatedLogError
+        if end is not None:
+            self._finish(end)
             return 1
         client.update_run(self._run_id, status="RUNNING")
         self._log(tags={"outcome": "running"})
@@ -226,7 +215,6 @@ class Shipment:
             label.experiment, name, key=shipped.key, tags=tags, parent_id=parent_id, start_ms=start_ms
         )
         self._save(run_id=run_id)
-        self._is_verified = True
         return run_id
 
     def _finish(self, event: Event) -> None:
@@ -262,7 +250,7 @@ class Shipment:
     @property
     def _run_id(self) -> str:
         if self._shipped is None or self._shipped.run_id is None:
-            raise LogError(f"event log {self._tail.path} does not begin with a start record: it is damaged or was cut")
+            raise LogError(f"event log {self._path} does not begin with a start record: it is damaged or was cut")
         return self._shipped.run_id
 
     def _log(
@@ -296,18 +284,12 @@ class Shipment:
             ValueError: `mlflow.json` is damaged, or its run was deleted in MLflow.
         """
         shipped = read_shipped(self.folder)
-        if shipped is not None and not (self._is_verified and shipped == self._shipped):
+        if shipped is not None and shipped != self._shipped:
             # A SQLite file may have been moved together with the runs: the run's id decides, not the store's URI.
-            known = (
-                shipped
-                if self._has_run(shipped)
-                else Shipped(store=shipped.store, key=shipped.key, experiment=self._label.experiment)
-            )
-            shipped = replace(known, store=self._tracker.uri)
-            self._is_verified = True
-        if shipped != self._shipped:
-            self._tail.restart()
-            self._shipped = shipped
+            if not self._has_run(shipped):
+                shipped = Shipped(store=shipped.store, key=shipped.key, experiment=self._label.experiment)
+            shipped = replace(shipped, store=self._tracker.uri)
+        self._shipped = shipped
 
     def _has_run(self, shipped: Shipped) -> bool:
         if shipped.run_id is None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from triaccel_ray.records.codec import decode
 from triaccel_ray.records.events import LogError
 from triaccel_ray.service.storage.layout import SHIPPED
+from triaccel_ray.service.tracking.log_tail import Position
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +26,8 @@ class Shipped:
     """None until MLflow has assigned it."""
     replaces: str | None = None
     """MLflow run of an earlier attempt, some of whose records are no longer in the log."""
-    num_records: int = 0
-    """Number of the log's first records that have arrived. An end does not count: a resumed run overwrites it."""
-    checksum: int = 0
-    """CRC-32 of these records; if it differs, another attempt has written the log."""
+    position: Position = field(default_factory=Position)
+    """How far the log's records have arrived. An end does not count: a resumed run overwrites it."""
     end_ms: int | None = None
     """Time of the end record shipped; None while the run continues."""
 
