@@ -73,18 +73,7 @@ def build_loop(
     if is_on_gpu:
         torch.cuda.empty_cache()  # else long-lived tensors of the loop would fragment the cached blocks
     seed_everything(spec.seed)
-    return _new_loop(
-        spec,
-        control,
-        model,
-        optimizer,
-        loss,
-        train,
-        seed=spec.seed,
-        on_tick=on_tick,
-        memory_budget=budget_bytes,
-        memory_headroom=spec.memory_headroom_bytes,
-    )
+    return _new_loop(spec, control, model, optimizer, loss, train, budget_bytes=budget_bytes, on_tick=on_tick)
 
 
 def _new_loop(
@@ -95,10 +84,8 @@ def _new_loop(
     loss: Loss,
     samples: DataSource,
     *,
-    seed: int = 0,
+    budget_bytes: int | None = None,
     on_tick: Callable[[Tick], None] | None = None,
-    memory_budget: int | None = None,
-    memory_headroom: int | None = None,
 ) -> ControlLoop | BaselineLoop:
     """Returns the loop of the run's method."""
     if not spec.is_baseline:
@@ -109,10 +96,10 @@ def _new_loop(
             samples,
             config=control,
             schedule=spec.recipe.lr_factor,
-            memory_budget=memory_budget,
-            memory_headroom=memory_headroom,
+            memory_budget=budget_bytes,
+            memory_headroom=spec.memory_headroom_bytes,
             epochs=spec.recipe.epochs,
-            seed=seed,
+            seed=spec.seed,
             on_tick=on_tick,
         )
     return BaselineLoop(
@@ -126,9 +113,9 @@ def _new_loop(
         schedule=spec.recipe.lr_factor,
         accumulate=control.batch.accumulate,
         clip_norm=control.clip_norm,
-        memory_budget=memory_budget,
-        memory_headroom=memory_headroom,
-        seed=seed,
+        memory_budget=budget_bytes,
+        memory_headroom=spec.memory_headroom_bytes,
+        seed=spec.seed,
     )
 
 
@@ -231,6 +218,7 @@ def _warm_up_cpu(spec: RunSpec, control: ControlConfig, task: Task, train: DataS
         left_out |= set() if precision.fp8 else {Precision.FP8}
         levels = [level for level in Precision if level not in left_out]
     source = _FirstSamples(train, 2 * batch_size)
+    unlimited = replace(spec, memory_headroom_bytes=None)
     # An error here will occur in the run, too, which then has a log to record it.
     with contextlib.suppress(Exception), forbidding_exit():
         for level in levels:
@@ -243,7 +231,7 @@ def _warm_up_cpu(spec: RunSpec, control: ControlConfig, task: Task, train: DataS
             )
             model = task.model()
             optimizer = task.optimizer(model, spec.recipe)
-            loop = _new_loop(spec, two_steps, model, optimizer, partial(task.loss, recipe=spec.recipe), source)
+            loop = _new_loop(unlimited, two_steps, model, optimizer, partial(task.loss, recipe=spec.recipe), source)
             loop.step()
             loop.step()
             loop.evaluate(source, task.metrics, is_last=True)
