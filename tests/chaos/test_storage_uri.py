@@ -216,7 +216,7 @@ def test_a_run_goes_on_from_a_bucket(
     monkeypatch.syspath_prepend(str(tmp_path))
     place = StoragePath(bucket, "one")
 
-    Store(bucket).check(writable=True)
+    Store(place.parent).check(writable=True)
     spec = own_spec("own_task_in_a_bucket:Blobs")
     first = local_run(spec, place)
     first.step()
@@ -225,17 +225,17 @@ def test_a_run_goes_on_from_a_bucket(
     second = local_run(spec, place)
     assert second.step()["epoch"] == 2
     trained(second)
-    assert sorted(Store(bucket).files("one", recursive=True)) == sorted([CHECKPOINT, EVENTS, SPEC, WRITER])
+    assert sorted(Store(place).files(recursive=True)) == sorted([CHECKPOINT, EVENTS, SPEC, WRITER])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c"))
     with pytest.raises(SystemExit) as ended:
         main(["report", "one", "--storage-path", bucket])
     assert ended.value.code == 0
     assert "the full control loop, finished" in capsys.readouterr().out
-    assert "report.html" in Store(bucket).files("one", recursive=False)
+    assert "report.html" in Store(place).files(recursive=False)
     pull_all(place)
     assert [each.epoch for each in read_run(place.folder).interruptions] == [1]
     with pytest.raises(StoreError, match="there is no bucket 'elsewhere'"):
-        Store(bucket.replace("bucket/", "elsewhere/", 1)).check(writable=True)
+        Store(StoragePath(bucket.replace("bucket/", "elsewhere/", 1))).check(writable=True)
 
 
 def test_an_s3_server_that_nobody_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def storage_of(where: Where) -> StoragePath:
 
 def _checked_storage(place: StoragePath, *, writable: bool) -> StoragePath:
     if place.uri is not None:
-        Store(place.uri).check(writable=writable)
+        Store(place).check(writable=writable)
         return place
     if writable:
         require_storage(place.folder)

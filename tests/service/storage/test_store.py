@@ -12,28 +12,29 @@ from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.storage.background import Background, retry
 from triaccel_ray.service.storage.mirror import pull_run
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp, Store
 
 
 def test_a_store_that_cannot_be_used_says_so(tmp_path: Path) -> None:
-    store = Store((tmp_path / "store" / "runs").as_uri())
+    store = Store(StoragePath((tmp_path / "store" / "runs").as_uri()))
     with pytest.raises(StoreError, match=r"storage path = 'file:///.*/runs': .*; see that bucket or folder exist"):
         store.check(writable=True)  # whose parent is missing: a mount, perhaps
     (tmp_path / "store").mkdir()
     store.check(writable=True)
     with pytest.raises(StoreError, match="7 bytes are missing"):  # a file that was cut meanwhile
         store.write("x", BytesIO(b"123"), 10)
-    assert store.files("", recursive=True).keys() == {".x.partial"}
+    assert store.files(recursive=True).keys() == {".x.partial"}
     for uri, said in {
         (tmp_path / "b").as_uri(): r"there is no .*/b; see that bucket or folder exist",
-        "ftp://host/x": "Unrecognized filesystem type in URI: ftp://host/x; must be a folder, or a URI",
-        "mock://": "storage path = 'mock://': names no folder",
+        "s3:///x": "Missing bucket name in S3 URI; must be a folder, or a URI",
+        "file:///": "storage path = 'file:///': names no folder",
     }.items():
         with pytest.raises(StoreError, match=said):
-            Store(uri).check(writable=False)
+            Store(StoragePath(uri)).check(writable=False)
     shutil.rmtree(tmp_path / "store")
     for work in (
-        lambda: store.files("", recursive=True),
+        lambda: store.files(recursive=True),
         lambda: store.read("x", tmp_path / "x"),
         lambda: store.write("x", BytesIO()),
     ):
@@ -44,11 +45,11 @@ def test_a_store_that_cannot_be_used_says_so(tmp_path: Path) -> None:
 
 def test_a_file_in_a_store_has_a_date_that_the_kernel_gives_no_other(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
-    store, path = Store((tmp_path / "store").as_uri()), tmp_path / "store" / "kept"
+    store, path = Store(StoragePath((tmp_path / "store").as_uri())), tmp_path / "store" / "kept"
     for _ in range(20):  # its ctime is that of the last write or renaming, by the kernel
         began_ns = time.time_ns()
         stamp = store.write("kept", BytesIO(b"same"), 4)
-        assert stamp == store.files("", recursive=False)["kept"] == Stamp.of(path.stat())
+        assert stamp == store.files(recursive=False)["kept"] == Stamp.of(path.stat())
         assert began_ns - 20 * 10**6 < stamp.mtime_ns < path.stat().st_ctime_ns
 
 
@@ -57,7 +58,7 @@ def test_a_store_that_returns_in_time_was_never_away(machines: Machines) -> None
         with pytest.raises(StoreError, match="there is no"):
             pull_run(machines.place, patience_s=0.3)
         threading.Timer(0.5, (machines.root / "out-of-reach").rename, [machines.store]).start()
-        retry(lambda: Store(machines.place.storage).check(writable=False))
+        retry(lambda: Store(machines.place.parent).check(writable=False))
         machines.store.rename(machines.root / "out-of-reach")
 
 

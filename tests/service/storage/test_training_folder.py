@@ -139,7 +139,7 @@ def test_a_reader_never_finds_what_is_written_last_ahead_of_the_other(
     def number_in(name: str) -> int:
         while True:  # unlike a store of objects, a folder is without a file while it is replaced
             with suppress(StoreError):
-                Store(machines.place.storage).read(f"run/{name}", machines.root / name)
+                Store(machines.place).read(name, machines.root / name)
                 break
         text = (machines.root / name).read_text()
         return len(text.splitlines()) if name == EVENTS else int(text)

@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.console import out
+from triaccel_ray.service.storage.storage_path import StoragePath
 
 PACKAGES = ("torch", "torchvision", "triton", "ray", "mlflow", "optuna", "nvidia-ml-py", "scikit-learn", "rich")
 Verdict: TypeAlias = Literal["ok", "note", "problem"]
@@ -53,7 +54,7 @@ def examine(where: Where) -> Iterator[tuple[str, Verdict, str]]:
         "disk": partial(_disk, storage.folder),
     }
     if storage.uri is not None:
-        checks["storage"] = partial(_store, storage.uri)
+        checks["storage"] = partial(_store, storage)
     from triaccel_ray.service.cluster.cluster import ClusterUnavailableError
     from triaccel_ray.service.failures import StoreError
     from triaccel_ray.service.tracking.tracking import TrackingUnavailableError
@@ -142,11 +143,11 @@ def _tracking(where: Where) -> Finding:
     return "ok", tracker.uri
 
 
-def _store(uri: str) -> Finding:
+def _store(storage: StoragePath) -> Finding:
     from triaccel_ray.service.storage.store import Store
 
-    Store(uri).check(writable=False)
-    return "ok", f"{uri} can be listed and read; writing was not tried"
+    Store(storage).check(writable=False)
+    return "ok", f"{storage.uri} can be listed and read; writing was not tried"
 
 
 def _disk(storage: Path) -> Finding:

@@ -81,7 +81,7 @@ def push(
         if changed:
             before()
         for file, (content, num_bytes) in reversed(changed.items()):
-            stamp = store_of(place).write(f"{place.name}/{file}", content, num_bytes)
+            stamp = Store(place).write(file, content, num_bytes)
             if not isinstance(content, io.BytesIO):
                 os.utime(content.fileno(), ns=(stamp.mtime_ns, stamp.mtime_ns))
 
@@ -108,14 +108,8 @@ def pull(place: StoragePath, folder: Path, files: Sequence[str], remote: Mapping
             continue
         with reporting_full_disk(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            store_of(place).read(f"{place.name}/{file}", path)
+            Store(place).read(file, path)
         os.utime(path, ns=(stamp.mtime_ns, stamp.mtime_ns))
-
-
-def store_of(place: StoragePath) -> Store:
-    """Returns the store that `place` lies in."""
-    assert place.uri is not None
-    return Store(place.uri)
 
 
 @contextlib.contextmanager

@@ -12,10 +12,10 @@ from filelock import FileLock, Timeout
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import DiskFullError, StoreError, cause_of
 from triaccel_ray.service.storage.background import PATIENCE_S, Background, retry
-from triaccel_ray.service.storage.copies import COMMAND_FILES, LOG_FILES, naming_local_copy, pull, push, store_of
+from triaccel_ray.service.storage.copies import COMMAND_FILES, LOG_FILES, naming_local_copy, pull, push
 from triaccel_ray.service.storage.layout import COMPARISON, EVENTS, SEARCH, folder_in_use, is_set_of_runs, name_in_use
 from triaccel_ray.service.storage.storage_path import StoragePath, is_plain_name
-from triaccel_ray.service.storage.store import Stamp
+from triaccel_ray.service.storage.store import Stamp, Store
 from triaccel_ray.service.storage.training_folder import TrainingFolder
 
 INTERVAL_S = 5.0
@@ -81,7 +81,7 @@ def upload(place: StoragePath, files: Sequence[str]) -> None:
     """Uploads files that a command has just written at `place`; logs a warning if it cannot."""
     if place.uri is not None:
         try:
-            push(place, place.folder, files, store_of(place).files(place.name, recursive=False))
+            push(place, place.folder, files, Store(place).files(recursive=False))
         except StoreError as error:
             _logger.warning("%s: on this machine alone for now: %s", ", ".join(files), error)
 
@@ -116,7 +116,7 @@ def require_unused(place: StoragePath) -> None:
             raise folder_in_use(place.folder)
         return
     is_here = any(place.folder.glob("*")) or any(place.training_folder.rglob(EVENTS))
-    if is_here or store_of(place).files(place.name, recursive=True):
+    if is_here or Store(place).files(recursive=True):
         raise name_in_use(place.base_name, str(place))
 
 
@@ -145,7 +145,7 @@ def _push_runs(place: StoragePath) -> None:
 def _remote_folders(place: StoragePath) -> list[tuple[StoragePath, dict[str, Stamp]]]:
     """Returns the folders at and below `place` in the store, and the files in each."""
     stamps: dict[str, dict[str, Stamp]] = {}
-    for path, stamp in store_of(place).files(place.name, recursive=True).items():
+    for path, stamp in Store(place).files(recursive=True).items():
         folder, _, file = path.rpartition("/")
         parts = folder.split("/") if folder else []
         if all(map(is_plain_name, parts)):  # a key may be ../../anything

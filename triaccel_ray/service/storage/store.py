@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.records.durable import whole_file
 from triaccel_ray.service.failures import StoreError, is_disk_full
-from triaccel_ray.service.storage.storage_path import STORE_RULE
+from triaccel_ray.service.storage.storage_path import STORE_RULE, StoragePath
 
 BLOCK_BYTES = 4 * 2**20
 OBJECT_STORES = ("s3", "gcs", "abfs")
@@ -44,36 +44,35 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Store:
-    """The remote folder that a URI names; cheap to create, because connections are cached.
+    """The folder in a remote store that a storage path names; cheap to create, because connections are cached.
 
     An operation that fails raises StoreError, with the reason and what to do.
     """
 
-    uri: str
+    place: StoragePath
 
     def check(self, *, writable: bool) -> None:
         """Checks that the store can be used; with `writable`, creates the folder and writes a small test file."""
-        with self._opened(must_exist=not writable) as (filesystem, root):
-            if writable and not _exists(filesystem, root):
-                filesystem.create_dir(root, recursive=False)  # not its parents: a mount may be missing
+        with self._opened(must_exist=not writable) as (filesystem, folder):
+            if writable and not _exists(filesystem, folder):
+                filesystem.create_dir(folder, recursive=False)  # not its parents: a mount may be missing
         if writable:
             self.write(_PROBE, io.BytesIO())
             with contextlib.suppress(Exception):  # deleting need not be permitted: nothing else is deleted
-                filesystem.delete_file(f"{root}/{_PROBE}")
+                filesystem.delete_file(f"{folder}/{_PROBE}")
 
-    def files(self, below: str, *, recursive: bool) -> dict[str, Stamp]:
-        """Returns the stamps of the files in the folder `below`, by relative path; the folder need not exist."""
+    def files(self, *, recursive: bool) -> dict[str, Stamp]:
+        """Returns the stamps of the files in the folder, by relative path; the folder need not exist."""
         from pyarrow import fs
 
-        with self._opened() as (filesystem, root):
-            folder = f"{root}/{below}".rstrip("/")
+        with self._opened() as (filesystem, folder):
             infos = filesystem.get_file_info(fs.FileSelector(folder, recursive=recursive, allow_not_found=True))
             files = [info for info in infos if info.type is fs.FileType.File]
             return {info.path[len(folder) :].lstrip("/"): _stamp(info) for info in files}
 
     def read_text(self, name: str) -> str:
         """Returns the text of a small file."""
-        with self._opened() as (filesystem, root), filesystem.open_input_stream(f"{root}/{name}") as source:
+        with self._opened() as (filesystem, folder), filesystem.open_input_stream(f"{folder}/{name}") as source:
             return str(source.read().decode())
 
     def read(self, name: str, target: Path) -> None:
@@ -83,8 +82,8 @@ class Store:
             OSError: this machine's disk is full.
         """
         with (
-            self._opened() as (filesystem, root),
-            filesystem.open_input_stream(f"{root}/{name}", compression=None) as source,
+            self._opened() as (filesystem, folder),
+            filesystem.open_input_stream(f"{folder}/{name}", compression=None) as source,
             whole_file(target) as file,
         ):
             shutil.copyfileobj(source, file, BLOCK_BYTES)
@@ -96,13 +95,12 @@ class Store:
         Readers see the old file or the new one. Object stores replace a file atomically; elsewhere it is written under
         another name and renamed. Only on HDFS the file is missing for a moment, between deletion and renaming.
         """
-        with self._opened(is_remote_disk=True) as (filesystem, root):
-            path = target = f"{root}/{name}"
+        with self._opened(is_remote_disk=True) as (filesystem, folder):
+            path = target = f"{folder}/{name}"
             is_object_store = filesystem.type_name in OBJECT_STORES
             if not is_object_store:
-                folder, _, file_name = path.rpartition("/")
                 filesystem.create_dir(folder, recursive=True)
-                target = f"{folder}/.{file_name}.partial"
+                target = f"{folder}/.{name}.partial"
             with filesystem.open_output_stream(target, compression=None) as stream:
                 _copy(source, stream, num_bytes)
             if filesystem.type_name == "local":
@@ -115,13 +113,16 @@ class Store:
     def _opened(self, *, must_exist: bool = True, is_remote_disk: bool = False) -> Iterator[tuple[Any, str]]:
         """Yields the file system and the folder's path in it; turns errors of the body into StoreError.
 
-        A missing folder is an error: it must not be taken for empty, nor be created in place of a missing mount.
+        Without the storage's own folder it is an error: this must not be taken for empty, nor be created in place of a
+        missing mount.
         """
-        filesystem, root = _open(self.uri)
-        with _explained(self.uri, _WAY_OUT, is_remote_disk=is_remote_disk):
+        uri = self.place.uri
+        assert uri is not None
+        filesystem, root = _open(uri)
+        with _explained(uri, _WAY_OUT, is_remote_disk=is_remote_disk):
             if must_exist and not _exists(filesystem, root):
                 raise FileNotFoundError(f"there is no {root}")
-            yield filesystem, root
+            yield filesystem, f"{root}/{self.place.name}".rstrip("/")
 
 
 def _exists(filesystem: Any, root: str) -> bool:

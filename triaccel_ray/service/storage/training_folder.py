@@ -18,10 +18,10 @@ from filelock import FileLock
 
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.storage.background import PATIENCE_S, Background, retry
-from triaccel_ray.service.storage.copies import LOG_FILES, RUN_FILES, WRITER, naming_local_copy, pull, push, store_of
+from triaccel_ray.service.storage.copies import LOG_FILES, RUN_FILES, WRITER, naming_local_copy, pull, push
 from triaccel_ray.service.storage.layout import EVENTS, PREVIOUS, write_atomically
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.service.storage.store import Stamp
+from triaccel_ray.service.storage.store import Stamp, Store
 
 
 class TrainingFolder:
@@ -81,7 +81,7 @@ class TrainingFolder:
             def take_over() -> None:
                 if writer != own_name:
                     content = own_name.encode()
-                    store_of(self._place).write(f"{self._place.name}/{WRITER}", io.BytesIO(content), len(content))
+                    Store(self._place).write(WRITER, io.BytesIO(content), len(content))
                 self._writer_before = None  # even if an upload fails: the earlier writer's name now means takeover
 
             push(self._place, self.path, RUN_FILES, remote, before=take_over)
@@ -96,10 +96,9 @@ class TrainingFolder:
 
     def _remote_state(self) -> tuple[dict[str, Stamp], str | None]:
         """Returns the run's files in the store, and the name of its writer."""
-        store, name = store_of(self._place), self._place.name
-        remote = store.files(name, recursive=False)
-        writer = store.read_text(f"{name}/{WRITER}") if WRITER in remote else None
-        return remote, writer
+        store = Store(self._place)
+        remote = store.files(recursive=False)
+        return remote, store.read_text(WRITER) if WRITER in remote else None
 
     def _own_name(self) -> str:
         path = self.path / WRITER
