@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from filelock import FileLock, Timeout
 
@@ -129,7 +128,7 @@ def _pull_logs(place: StoragePath) -> None:
 def _push_commands(place: StoragePath) -> None:
     remote = dict(_remote_folders(place))
     for path in (place.folder, *place.folder.rglob("*/")):
-        folder = _below(place, path.relative_to(place.folder))
+        folder = place / path.relative_to(place.folder)
         files = (*COMMAND_FILES, EVENTS) if is_set_of_runs(path) else COMMAND_FILES
         push(folder, path, files, remote.get(folder, {}))
 
@@ -139,7 +138,7 @@ def _push_runs(place: StoragePath) -> None:
     root = place.training_folder
     for log in sorted(root.rglob(EVENTS)):
         with contextlib.suppress(TakenOverError):
-            TrainingFolder(_below(place, log.parent.relative_to(root))).push()
+            TrainingFolder(place / log.parent.relative_to(root)).push()
 
 
 def _remote_folders(place: StoragePath) -> list[tuple[StoragePath, dict[str, Stamp]]]:
@@ -150,11 +149,7 @@ def _remote_folders(place: StoragePath) -> list[tuple[StoragePath, dict[str, Sta
         parts = folder.split("/") if folder else []
         if all(map(is_plain_name, parts)):  # a key may be ../../anything
             stamps.setdefault(folder, {})[file] = stamp
-    return [(_below(place, Path(folder)), files) for folder, files in sorted(stamps.items())]
-
-
-def _below(place: StoragePath, relative: Path) -> StoragePath:
-    return place if relative == Path() else place / relative.as_posix()
+    return [(place / folder, files) for folder, files in sorted(stamps.items())]
 
 
 def _lock(place: StoragePath) -> FileLock:

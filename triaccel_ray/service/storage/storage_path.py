@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Final
 
 from triaccel_ray.config import require
@@ -77,8 +77,8 @@ class StoragePath:
         """The storage path one level up."""
         return StoragePath(self.storage, self.name.rpartition("/")[0])
 
-    def __truediv__(self, name: str) -> StoragePath:
-        return StoragePath(self.storage, f"{self.name}/{name}" if self.name else name)
+    def __truediv__(self, relative: str | PurePath) -> StoragePath:
+        return StoragePath(self.storage, str(PurePosixPath(self.name, relative)))
 
     def __str__(self) -> str:
         if self.uri is None:
