@@ -80,7 +80,7 @@ def train(task: str, folder: Path, data_dir: Path | None, device: Literal["auto"
     for line in sys.stdin:
         recorded = line.strip() == "on"
         spent, num_ticks, began, cpu = 0.0, 0, time.perf_counter(), time.process_time()
-        worker.train_epoch()
+        worker.advance()
         took = Took(time.perf_counter() - began, time.process_time() - cpu, spent, num_ticks)
         print(json.dumps(asdict(took)), flush=True)
 

@@ -33,7 +33,7 @@ while len(list(Path(folder).parent.glob("*/started"))) < 2:  # so that both trai
     assert time.monotonic() < deadline, "the other process has not started"
     time.sleep(0.01)
 while not worker.finished:
-    worker.train_epoch()
+    worker.advance()
 worker.finish()
 worker.close()
 """

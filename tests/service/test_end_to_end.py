@@ -243,7 +243,7 @@ def test_an_interrupted_run_of_a_users_own_task_ends_as_if_it_had_not_been(desk:
 
     worker = Worker(whole.spec, desk.storage / "cut")
     worker.resume()
-    worker.train_epoch()
+    worker.advance()
     worker.checkpoint()
     worker.close()
     (desk.storage / "begun").mkdir()

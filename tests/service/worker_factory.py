@@ -61,5 +61,5 @@ def decided(folder: Path) -> list[Any]:
 
 def train(worker: Worker) -> Worker:
     while not worker.finished:
-        worker.train_epoch()
+        worker.advance()
     return worker

@@ -59,9 +59,9 @@ def test_an_epoch_that_goes_on_elsewhere_has_the_joules_of_both_parts(nvml: None
 @pytest.mark.parametrize("method", ["amp", "triaccel"])
 def test_a_resumed_run_counts_each_epoch_once(nvml: None, start: Begin, tmp_path: Path, method: str) -> None:
     first = start(method=method)
-    first.train_epoch()
+    first.advance()
     first.checkpoint()
-    first.train_epoch()  # lost
+    first.advance()  # lost
     first.close()
     train(start(method=method)).finish()
     logged = [each for each in records(tmp_path) if isinstance(each, Epoch)]

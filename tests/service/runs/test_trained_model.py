@@ -135,7 +135,7 @@ def test_the_best_epochs_weights_are_there_at_once_and_stay(
 ) -> None:
     worker, kept, reached = worker_factory.start(passing(module, method=method), tmp_path), [], []
     while not worker.finished:
-        worker.train_epoch()
+        worker.advance()
         reached.append(worker.loop.model.weight.item())
         kept.append(weight(tmp_path))
     assert min(reached, key=lambda each: abs(each - 1.0)) == reached[BEST - 1]
@@ -156,11 +156,11 @@ def test_a_run_that_goes_on_leaves_what_it_would_have_left(
     train(worker_factory.start(spec, tmp_path / "whole")).finish()
     first = worker_factory.start(spec, folder)
     for _ in range(saved):
-        first.train_epoch()
+        first.advance()
     at_checkpoint = weight(folder)
     first.checkpoint()
     for _ in range(lost):
-        first.train_epoch()
+        first.advance()
     first.close()
     if left == "torn":
         (folder / MODEL).write_bytes(b"torn")
@@ -182,14 +182,14 @@ def test_a_process_that_outlives_its_run_writes_no_weights(
 ) -> None:
     spec = replace(passing(module), keep=keep)
     outliving = worker_factory.start(spec, tmp_path)
-    outliving.train_epoch()
+    outliving.advance()
     outliving.checkpoint()
     if keep == "last":
         train(outliving)
     worker_factory.build(spec, tmp_path).resume()
     (tmp_path / MODEL).write_bytes(b"of the process that goes on")
     with pytest.raises(TakenOverError):
-        outliving.finish() if keep == "last" else outliving.train_epoch()
+        outliving.finish() if keep == "last" else outliving.advance()
     assert (tmp_path / MODEL).read_bytes() == b"of the process that goes on"
     assert not list(tmp_path.glob(".*.partial"))
 
@@ -197,7 +197,7 @@ def test_a_process_that_outlives_its_run_writes_no_weights(
 def test_a_checkpoint_holds_the_best_weights_once(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
     worker, states = worker_factory.start(passing(module), tmp_path), []
     while not worker.finished:
-        worker.train_epoch()
+        worker.advance()
         worker.checkpoint()
         states.append(load_checkpoint(tmp_path / CHECKPOINT)["trained_model"])
     assert [state["epoch"]["epoch"] for state in states] == [1, 2, 3, *[BEST] * 4]

@@ -40,7 +40,8 @@ def test_a_final_run_reads_the_held_out_samples_once_at_its_end(
     worker = start(method=method, purpose=Purpose.FINAL)
     reads = sys.modules[module].READS
     for _ in range(3):
-        record = worker.train_epoch()
+        worker.advance()
+        record = worker.last
         assert record.held_out(Goal()) is record.held_out_loss is record.score is None
     assert worker.finished
     assert reads == []
@@ -69,7 +70,8 @@ def test_a_search_run_is_judged_after_every_epoch(start: Begin, module: str) -> 
     worker = start()
     sys.modules[module].READS.clear()  # of the two samples that are tried beforehand
     for epoch in range(1, 4):
-        record = worker.train_epoch()
+        worker.advance()
+        record = worker.last
         reads = sys.modules[module].READS
         assert len(reads) == 50 * epoch
         assert set(reads) == {("search", index) for index in range(50)}
@@ -89,7 +91,8 @@ def test_on_a_cpu_time_that_others_have_the_core_does_not_count(start: Begin, mo
         step()
 
     monkeypatch.setattr(worker.loop, "step", waiting)
-    epoch = worker.train_epoch()
+    worker.advance()
+    epoch = worker.last
     waited = 0.1 * worker.loop.num_steps
     assert epoch.seconds > waited
     assert 0.0 < epoch.typical_seconds < epoch.seconds - 0.9 * waited

@@ -43,9 +43,9 @@ def test_a_restored_run_equals_an_uninterrupted_one(
     expected, weights = whole.finish(), values(whole.loop.model)
 
     first = worker_factory.start(spec, tmp_path / "parts")
-    first.train_epoch()
+    first.advance()
     first.checkpoint()
-    first.train_epoch()  # lost: written after the checkpoint
+    first.advance()  # lost: written after the checkpoint
     first.close()
     second = worker_factory.build(spec, tmp_path / "parts")
     assert second.resume() == 1
@@ -65,7 +65,7 @@ def lost(worker_factory: WorkerFactory, spec: RunSpec, folder: Path, *, epochs: 
     """Trains that many epochs, a checkpoint after each, and no end."""
     worker = worker_factory.start(spec, folder)
     for _ in range(epochs):
-        worker.train_epoch()
+        worker.advance()
         worker.checkpoint()
     worker.close()
 
@@ -106,7 +106,7 @@ def test_every_interruption_stays_on_record(worker_factory: WorkerFactory, spec:
     for _ in range(2):  # lost again before the next checkpoint
         worker = worker_factory.build(spec, tmp_path)
         worker.resume()
-        worker.train_epoch()
+        worker.advance()
         worker.close()
     worker = worker_factory.build(spec, tmp_path)
     worker.resume()
@@ -194,18 +194,18 @@ def test_only_a_checkpoint_of_the_same_run_and_format_is_loaded(
     assert not (tmp_path / ERROR).exists()
 
 
-@pytest.mark.parametrize("step", ["train_epoch", "checkpoint", "stop"])
+@pytest.mark.parametrize("step", ["advance", "checkpoint", "stop"])
 def test_a_process_that_outlives_its_run_writes_nothing_more(
     worker_factory: WorkerFactory, spec: RunSpec, tmp_path: Path, step: str
 ) -> None:
     folder = tmp_path / "run"
     train(worker_factory.start(spec, tmp_path / "whole"))
     outliving = worker_factory.start(spec, folder)
-    outliving.train_epoch()
+    outliving.advance()
     outliving.checkpoint()
     worker = worker_factory.build(spec, folder)
     assert worker.resume() == 1
-    worker.train_epoch()
+    worker.advance()
     worker.checkpoint()
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(TakenOverError):
@@ -226,10 +226,10 @@ def test_a_checkpoint_never_counts_the_end_of_a_run_that_is_cut_short(
     worker = worker_factory.build(spec, tmp_path)
     worker.resume()
     if recorded:
-        worker.train_epoch()
+        worker.advance()
     worker.stop()  # by another thread, before the epoch is recorded, or between the epoch and its checkpoint
     if not recorded:
-        worker.train_epoch()
+        worker.advance()
     worker.checkpoint()
     worker.close()
     assert last_of(tmp_path) == End(status="stopped")

@@ -129,11 +129,7 @@ class Worker:
         return self.loop.sampler.epoch
 
     def advance(self) -> None:
-        """Does the next part of the work, an epoch; raises as `train_epoch`."""
-        self.train_epoch()
-
-    def train_epoch(self) -> Epoch:
-        """Trains one epoch, evaluates it on the validation samples (never on test samples), and returns its record.
+        """Trains one epoch, and evaluates it on the validation samples, never on test samples.
 
         Raises:
             NonFiniteLossError: the training loss or the metric is not finite, or the validation loss and a value in
@@ -171,7 +167,6 @@ class Worker:
         self.log.append(record)
         self.last = record
         self._trained_model.after_epoch(record, self.loop.model)
-        return record
 
     def finish(self) -> dict[str, float]:
         """Evaluates the finished run (a final run once on the test set), ends the log, and returns the results.
