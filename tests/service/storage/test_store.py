@@ -1,3 +1,4 @@
+import errno
 import shutil
 import threading
 import time
@@ -9,7 +10,7 @@ import pytest
 from tests.service.storage.conftest import Machines
 from tests.service.waiting import wait_until
 from triaccel_ray.records.events import TakenOverError
-from triaccel_ray.service.failures import StoreError
+from triaccel_ray.service.failures import DiskFullError, StoreError
 from triaccel_ray.service.storage.background import Background, retry
 from triaccel_ray.service.storage.mirror import pull_run
 from triaccel_ray.service.storage.storage_path import StoragePath
@@ -41,6 +42,21 @@ def test_a_store_that_cannot_be_used_says_so(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=r"there is no .*/store/runs"):
             work()
     assert not (tmp_path / "store").exists()  # what is gone is not made anew: a mount would be hidden by it
+
+
+def test_a_full_disk_is_this_machines_or_the_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(StoragePath(tmp_path.as_uri()))
+    store.write("kept", BytesIO(b"123"), 3)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfileobj", full)
+    with pytest.raises(DiskFullError, match=f"the disk of {tmp_path / 'here'} is full"):
+        store.read("kept", tmp_path / "here" / "kept")
+    monkeypatch.setattr("triaccel_ray.service.storage.store._copy", full)
+    with pytest.raises(StoreError, match="No space left on device; see that bucket or folder exist"):
+        store.write("kept", BytesIO(b"123"), 3)
 
 
 def test_a_file_in_a_store_has_a_date_that_the_kernel_gives_no_other(tmp_path: Path) -> None:

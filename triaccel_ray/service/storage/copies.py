@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from triaccel_ray.service.failures import StoreError, reporting_full_disk
+from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.storage.layout import (
     CHECKPOINT,
     COMPARISON,
@@ -106,9 +106,7 @@ def pull(place: StoragePath, folder: Path, files: Sequence[str], remote: Mapping
         if stamp.size == 0:
             path.unlink(missing_ok=True)
             continue
-        with reporting_full_disk(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            Store(place).read(file, path)
+        Store(place).read(file, path)
         os.utime(path, ns=(stamp.mtime_ns, stamp.mtime_ns))
 
 

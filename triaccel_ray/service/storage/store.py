@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.records.durable import whole_file
-from triaccel_ray.service.failures import StoreError, is_disk_full
+from triaccel_ray.service.failures import DiskFullError, StoreError, reporting_full_disk
 from triaccel_ray.service.storage.storage_path import STORE_RULE, StoragePath
 
 BLOCK_BYTES = 4 * 2**20
@@ -79,10 +79,11 @@ class Store:
         """Downloads a file to `target`, which is replaced atomically.
 
         Raises:
-            OSError: this machine's disk is full.
+            DiskFullError: this machine's disk has no room for it.
         """
         with (
             self._opened() as (filesystem, folder),
+            reporting_full_disk(target.parent),
             filesystem.open_input_stream(f"{folder}/{name}", compression=None) as source,
             whole_file(target) as file,
         ):
@@ -95,7 +96,7 @@ class Store:
         Readers see the old file or the new one. Object stores replace a file atomically; elsewhere it is written under
         another name and renamed. Only on HDFS the file is missing for a moment, between deletion and renaming.
         """
-        with self._opened(is_remote_disk=True) as (filesystem, folder):
+        with self._opened() as (filesystem, folder):
             path = target = f"{folder}/{name}"
             is_object_store = filesystem.type_name in OBJECT_STORES
             if not is_object_store:
@@ -110,7 +111,7 @@ class Store:
             return _stamp(filesystem.get_file_info(path))
 
     @contextlib.contextmanager
-    def _opened(self, *, must_exist: bool = True, is_remote_disk: bool = False) -> Iterator[tuple[Any, str]]:
+    def _opened(self, *, must_exist: bool = True) -> Iterator[tuple[Any, str]]:
         """Yields the file system and the folder's path in it; turns errors of the body into StoreError.
 
         Without the storage's own folder it is an error: this must not be taken for empty, nor be created in place of a
@@ -119,7 +120,7 @@ class Store:
         uri = self.place.uri
         assert uri is not None
         filesystem, root = _open(uri)
-        with _explained(uri, _WAY_OUT, is_remote_disk=is_remote_disk):
+        with _explained(uri, _WAY_OUT):
             if must_exist and not _exists(filesystem, root):
                 raise FileNotFoundError(f"there is no {root}")
             yield filesystem, f"{root}/{self.place.name}".rstrip("/")
@@ -155,15 +156,13 @@ def _open(uri: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def _explained(uri: str, way_out: str, *, is_remote_disk: bool = True) -> Iterator[None]:
+def _explained(uri: str, way_out: str) -> Iterator[None]:
     """Turns any exception into a StoreError that ends with `way_out`, unless this machine's disk is full."""
     try:
         yield
-    except StoreError:
+    except (StoreError, DiskFullError):
         raise
     except Exception as error:  # each file system, fsspec's included, raises errors of its own
-        if is_disk_full(error) and not is_remote_disk:
-            raise
         raise StoreError(f"storage path = {uri!r}: {first_line(error)[:300]}; {way_out}") from error
 
 
