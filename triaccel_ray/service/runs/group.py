@@ -181,8 +181,6 @@ def _train(worker: Worker, folder: TrainingFolder, mailbox: Any) -> None:
     leads = ranks.rank == 0
     worker.resume()
     folder.push_soon()
-    if leads:
-        ray.get(mailbox.begin.remote())
     while not ranks.any(leads and not ray.get(mailbox.may_train.remote())):
         progress = train_epoch(worker, folder, saving)
         if leads:

@@ -33,12 +33,9 @@ class Mailbox:
         self._num_losses = 0
         """Losses of processes since then."""
 
-    async def begin(self) -> None:
-        """By rank 0: the run's log is open."""
-        self._has_begun = True
-
     async def may_train(self) -> bool:
         """By rank 0, before an epoch: waits until the trial wants one; returns False if it wants no more."""
+        self._has_begun = True
         async with self._changed:
             await self._changed.wait_for(lambda: self._is_wanted or self._is_stopped)
         return not self._is_stopped
@@ -72,5 +69,5 @@ class Mailbox:
             self._changed.notify_all()
 
     async def has_begun(self) -> bool:
-        """Returns whether the run's log has been opened."""
+        """Returns whether rank 0 has opened the run's log, and asked for an epoch."""
         return self._has_begun
