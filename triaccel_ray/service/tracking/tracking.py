@@ -36,6 +36,16 @@ _TAGS_OF_ONE_ATTEMPT = ("outcome", "failure", "interrupted", "resumed_from_step"
 
 PROBE_TIMEOUT_S = 3.0
 
+_ENVIRONMENT = {
+    # The shipper retries later. MLflow's own seven retries would block a thread for minutes.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # would garble the command's own output
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # send nothing on a user's behalf unasked
+}
+"""Settings of MLflow that only environment variables reach, unless the user has set them. They affect the whole process
+and its children."""
+
 _WAY_OUT = "start a server there (`mlflow server`), or record in a local file with --tracking-uri sqlite:///FILE"
 
 
@@ -98,7 +108,8 @@ class Tracker:
         return cast("MlflowClient", _TimedClient(self, self._connect()))
 
     def _connect(self) -> MlflowClient:
-        _set_environment()
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         # This logger announces new tables, and logs a traceback for every error that MLflow raises.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         from mlflow import MlflowClient
@@ -275,19 +286,3 @@ def _user_name() -> str:
         return getpass.getuser()
     except (OSError, KeyError, ImportError):  # a container's user may have no name
         return "unknown"
-
-
-def _set_environment() -> None:
-    """Sets environment variables that MLflow reads, except those that the user has set.
-
-    MLflow has no other way to set these. They affect the whole process and its children.
-    """
-    defaults = {
-        # The shipper retries later. MLflow's own seven retries would block a thread for minutes.
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-        "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
-        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # would garble the command's own output
-        "MLFLOW_DISABLE_TELEMETRY": "true",  # send nothing on a user's behalf unasked
-    }
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
