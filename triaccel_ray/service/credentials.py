@@ -15,4 +15,4 @@ def without_passwords(text: str) -> str:
 
 def display_address(address: str) -> str:
     """Returns `address`, with or without a scheme, without user and password."""
-    return address if "@" not in address else re.sub(r"^(\w+://)?.*@", r"\1***@", address)
+    return re.sub(r"^(\w+://)?.*@", r"\1***@", address)

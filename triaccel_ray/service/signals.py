@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-_Handler = Callable[[int, FrameType | None], object]
-
 
 @contextlib.contextmanager
 def as_interrupt(*numbers: signal.Signals, at_once: Callable[[], bool] = bool) -> Iterator[None]:
@@ -73,7 +71,7 @@ def exiting_on_interrupt() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _on_ctrl_c(handler: _Handler) -> Iterator[None]:
+def _on_ctrl_c(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """Makes Ctrl-C call `handler` inside the block, in the main thread and if Python's own handler is installed."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
