@@ -124,6 +124,10 @@ class Shipper:
             return num_events
 
     def _follow(self) -> None:
+        if sys.platform == "linux":  # elsewhere the priority is the whole process's
+            with contextlib.suppress(OSError):
+                # On a machine with few cores this thread would slow trials, whose steps are timed.
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         pause_s = self._interval_s
         while not self._stopping.wait(pause_s):
             self.ship_once()
@@ -133,7 +137,6 @@ class Shipper:
 
     def _folders(self) -> list[Path]:
         """Returns the folders with a log, children first: their parent ends after them."""
-        _lower_priority()
         folders = {path.parent for path in self._root.rglob(EVENTS)}
         # Copies that a SQLite store keeps, in <artifact root>/<run id>/artifacts, are not runs.
         stored = self._tracker.artifact_root
@@ -182,10 +185,3 @@ class Shipper:
         elif self.last_error is not None:
             _logger.info("MLflow: everything has arrived")
         self.last_error = error
-
-
-def _lower_priority() -> None:
-    """Lowers this thread's priority: on a machine with few cores it would slow trials, whose steps are timed."""
-    if sys.platform == "linux":  # elsewhere the priority is the whole process's
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
