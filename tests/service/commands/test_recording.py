@@ -1,4 +1,4 @@
-"""What goes on is recorded where it was begun: in the same store, and in the same experiment."""
+"""What goes on is recorded in the store where it was begun."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.service.build import SimulatedRun
-from tests.service.desk import Desk
-from tests.service.stores import runs, ship
+from tests.service.stores import ship
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.commands.recording import with_recorded_store
-from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.session import open_tracker
-from triaccel_ray.service.storage.layout import SEARCH, SHIPPED
+from triaccel_ray.service.storage.layout import SHIPPED
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
@@ -65,21 +63,3 @@ def test_a_bucket_has_no_usual_store(run: Path, where: Where) -> None:
     assert with_recorded_store(run, bucket) == bucket
     with pytest.raises(TrackingUnavailableError, match="tracking uri = None"):
         open_tracker(bucket)
-
-
-def test_a_search_that_goes_on_stays_one_tree(desk: Desk, tmp_path: Path) -> None:
-    store = f"sqlite:///{tmp_path / 'own.db'}"
-    words = ("--trials", "1", "--epochs", "1", "--name", "tree", "--margin", "100", "--device", "cpu")
-    assert desk.type("search", "digits", *words, "--experiment", "foo", "--tracking-uri", store) == 0
-    asked = desk.storage / "tree" / SEARCH
-    asked.write_text(json.dumps({**json.loads(asked.read_text()), "num_trials": 2}))  # as if stopped after the first
-    assert desk.type("resume", "tree") == 0
-
-    trials = [trial.name for trial in read_search(desk.storage / "tree").trials]
-    assert len(trials) == 2
-    tracker = Tracker(store, tmp_path / "artifacts")
-    recorded = {run.name: run for run in runs(tracker, "foo")}
-    assert {"fp32 of tree", "amp of tree"} < set(recorded)
-    parents = {recorded[name].tags["mlflow.parentRunId"] for name in ("probe", *trials)}
-    assert parents == {recorded["tree"].id}
-    assert tracker.client.get_experiment_by_name("triaccel-searches") is None

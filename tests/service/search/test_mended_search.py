@@ -1,4 +1,7 @@
-"""A search for little of a metric, one trial of which a mistake in the user's task ends, and what `resume` trains."""
+"""A search for little of a metric, one trial of which a mistake in the user's task ends, and what `resume` trains.
+
+It is recorded in a store and an experiment of its own, which `resume` finds again.
+"""
 
 from pathlib import Path
 
@@ -10,6 +13,7 @@ from tests.service.stores import Recorded, runs
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import best_trial, read_search
 from triaccel_ray.service.storage.layout import ERROR, EVENTS, REPEATS
+from triaccel_ray.service.tracking.tracking import Tracker
 
 MENDED = """
 import contextlib
@@ -34,8 +38,8 @@ MISTAKEN = """
 """
 
 
-def recorded(desk: Desk) -> dict[str, Recorded]:
-    found = [run for run in runs(desk.tracker, "triaccel-searches") if "-again" not in run.name]
+def recorded(tracker: Tracker) -> dict[str, Recorded]:
+    found = [run for run in runs(tracker, "own") if "-again" not in run.name]
     assert len({run.name for run in found}) == len(found)  # nothing twice
     return {run.name: run for run in found}
 
@@ -48,13 +52,15 @@ def test_a_task_is_mended_and_resume_trains_the_trial_that_it_had_ended_alone(
     desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts, folder = tmp_path / "texts", desk.storage / "mending"
+    tracker = Tracker(f"sqlite:///{tmp_path / 'own.db'}", tmp_path / "artifacts")
     module = write_module(tmp_path, monkeypatch, MENDED + MISTAKEN.format(trials=folder / "trials"))
     texts.mkdir()
     for index in range(10):
         (texts / f"{index}.txt").write_text(f"{index} times {index} is {index * index}. " * 20)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = ("--trials", "2", "--epochs", "2", "--objective", "pareto", "--margin", "100", "--device", "cpu")
-    assert desk.type("search", f"{module}:Text", *words, "--data-dir", str(texts), "--name", "mending") == 1
+    words += ("--name", "mending", "--experiment", "own", "--tracking-uri", tracker.uri)
+    assert desk.type("search", f"{module}:Text", *words, "--data-dir", str(texts)) == 1
     trials = {trial.name: trial for trial in read_search(folder).trials}
     (broken,) = [name for name, trial in trials.items() if trial.status != "finished"]
     assert len(trials) == 2
@@ -62,7 +68,7 @@ def test_a_task_is_mended_and_resume_trains_the_trial_that_it_had_ended_alone(
     printed = capsys.readouterr().err
     assert f"{broken} failed (bug) before its first epoch ended: ValueError: the shapes do not fit" in printed
     assert "in loss" in (folder / "trials" / broken / ERROR).read_text()
-    before, first = logs(folder), recorded(desk)
+    before, first = logs(folder), recorded(tracker)
     assert set(first) == {"mending", "fp32 of mending", "amp of mending", "probe", *trials}
 
     write_module(tmp_path, monkeypatch, MENDED)
@@ -74,10 +80,13 @@ def test_a_task_is_mended_and_resume_trains_the_trial_that_it_had_ended_alone(
     assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2])
     assert [each.cause for each in run.interruptions] == ["bug"]
     assert run.spec == trials[broken].spec
-    last = recorded(desk)
+    last = recorded(tracker)
     assert set(last) == set(first)
     assert {each.name for each in last.values() if first[each.name].id != each.id} <= {broken}
     assert {each.status for each in last.values()} == {"FINISHED"}
+    parents = {last[name].tags["mlflow.parentRunId"] for name in ("probe", *trials)}
+    assert parents == {last["mending"].id}
+    assert tracker.client.get_experiment_by_name("triaccel-searches") is None
 
     said, record = capsys.readouterr().out, read_search(folder)
     assert "accuracy" not in said
