@@ -133,7 +133,7 @@ class PrecisionConfig(_Checked):
     """Rules 1 and 2: which precision each layer computes in (Tri-Accel, section 3.1)."""
 
     enabled: bool = knob(True, option="adapt_precision")
-    """Whether precision adapts. If not, layers keep the initial one, or a higher one if that is refused or overflows."""
+    """Whether precision adapts. If not, layers keep the initial one, or a higher one if it is refused or overflows."""
     initial: Precision = knob(Precision.BF16, option="precision")
     """Precision of all layers before statistics exist, and throughout if precision does not adapt."""
     initial_layers: Mapping[str, Precision] = field(default_factory=dict)
