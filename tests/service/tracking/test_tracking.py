@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.stores import Server, runs
+from tests.service.stores import Server
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.session import named_store, tracking_uri_of
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking import tracking
-from triaccel_ray.service.tracking.tracking import RUN_KEY_TAG, Tracker, TrackingUnavailableError
+from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
 
 def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,17 +31,6 @@ def test_an_experiment_is_created_once_and_keeps_its_name(sqlite_tracker: Tracke
     sqlite_tracker.client.delete_experiment(number)
     with pytest.raises(ValueError, match=r"was deleted in MLflow .* restore it"):
         sqlite_tracker.experiment_id(experiment)
-
-
-def test_a_run_is_found_again_by_its_key(sqlite_tracker: Tracker, experiment: str) -> None:
-    first = sqlite_tracker.open_run(experiment, "one", key="folder/one@5", tags={"task": "digits"}, start_ms=5)
-    assert sqlite_tracker.open_run(experiment, "one", key="folder/one@5") == first
-    other = sqlite_tracker.open_run(experiment, "one", key="folder/one@6", parent_id=first)
-    assert other != first
-    one, two = runs(sqlite_tracker, experiment)
-    assert (one.id, one.name, one.status, one.start_ms) == (first, "one", "RUNNING", 5)
-    assert (one.tags["task"], one.tags[RUN_KEY_TAG]) == ("digits", "folder/one@5")
-    assert (two.id, two.tags["mlflow.parentRunId"]) == (other, first)
 
 
 def test_mlflows_own_state_and_the_users_settings_are_left_alone(
