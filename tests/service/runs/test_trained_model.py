@@ -11,9 +11,9 @@ import torch
 
 from tests.service.own_task import own_spec, write_module
 from tests.service.records import run_of
-from tests.service.worker_factory import Begin, WorkerFactory, last_of, records, train
+from tests.service.worker_factory import Begin, WorkerFactory, decided, last_of, records, train
 from triaccel_ray.records.checkpoint import load_checkpoint
-from triaccel_ray.records.events import End, TakenOverError
+from triaccel_ray.records.events import End, Interruption, TakenOverError
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trained_model import is_better
@@ -175,22 +175,33 @@ def test_a_run_that_goes_on_leaves_what_it_would_have_left(
     assert not list(folder.glob("*.partial"))
 
 
-@pytest.mark.parametrize("keep", ["last", "best"])
-def test_a_process_that_outlives_its_run_writes_no_weights(
-    worker_factory: WorkerFactory, module: str, tmp_path: Path, keep: str
+@pytest.mark.parametrize(
+    ("step", "keep"), [("advance", "best"), ("checkpoint", "best"), ("stop", "best"), ("finish", "last")]
+)
+def test_a_process_that_outlives_its_run_writes_nothing_more(
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, step: str, keep: str
 ) -> None:
-    spec = replace(passing(module), keep=keep)
-    outliving = worker_factory.start(spec, tmp_path)
+    spec, folder = replace(passing(module), keep=keep), tmp_path / "run"
+    train(worker_factory.start(spec, tmp_path / "whole"))
+    outliving = worker_factory.start(spec, folder)
     outliving.advance()
     outliving.checkpoint()
-    if keep == "last":
+    if step == "finish":
         train(outliving)
-    worker_factory.build(spec, tmp_path).resume()
-    (tmp_path / MODEL).write_bytes(b"of the process that goes on")
+    worker = worker_factory.build(spec, folder)
+    assert worker.resume() == 1
+    worker.advance()
+    worker.checkpoint()
+    (folder / MODEL).write_bytes(b"of the process that goes on")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(TakenOverError):
-        outliving.finish() if keep == "last" else outliving.advance()
-    assert (tmp_path / MODEL).read_bytes() == b"of the process that goes on"
-    assert not list(tmp_path.glob(".*.partial"))
+        getattr(outliving, step)()
+    assert outliving.log.ended == (step in ("advance", "stop"))
+    outliving.close()
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    train(worker).finish()
+    assert decided(folder) == decided(tmp_path / "whole")
+    assert [record.cause for record in records(folder) if isinstance(record, Interruption)] == ["preempted"]
 
 
 def test_a_checkpoint_holds_the_best_weights_once(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.service.worker_factory import WorkerFactory, decided, last_of, record
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.records.checkpoint import FORMAT, CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
-from triaccel_ray.records.events import End, Interruption, TakenOverError, Tick, read_events
+from triaccel_ray.records.events import End, Interruption, Tick, read_events
 from triaccel_ray.service.failures import DiskFullError
 from triaccel_ray.service.runs import record
 from triaccel_ray.service.runs.spec import RunSpec
@@ -192,30 +192,6 @@ def test_only_a_checkpoint_of_the_same_run_and_format_is_loaded(
     save_checkpoint(tmp_path / CHECKPOINT, mine)
     assert worker_factory.build(spec, tmp_path).resume() == 1
     assert not (tmp_path / ERROR).exists()
-
-
-@pytest.mark.parametrize("step", ["advance", "checkpoint", "stop"])
-def test_a_process_that_outlives_its_run_writes_nothing_more(
-    worker_factory: WorkerFactory, spec: RunSpec, tmp_path: Path, step: str
-) -> None:
-    folder = tmp_path / "run"
-    train(worker_factory.start(spec, tmp_path / "whole"))
-    outliving = worker_factory.start(spec, folder)
-    outliving.advance()
-    outliving.checkpoint()
-    worker = worker_factory.build(spec, folder)
-    assert worker.resume() == 1
-    worker.advance()
-    worker.checkpoint()
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(TakenOverError):
-        getattr(outliving, step)()
-    assert outliving.log.ended or step == "checkpoint"
-    outliving.close()
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
-    train(worker).finish()
-    assert decided(folder) == decided(tmp_path / "whole")
-    assert [record.cause for record in records(folder) if isinstance(record, Interruption)] == ["preempted"]
 
 
 @pytest.mark.parametrize("recorded", [False, True])
