@@ -19,7 +19,6 @@ from tests.service.local_trial import local_run, local_trial, trained
 from tests.service.own_task import own_spec
 from tests.service.waiting import wait_until
 from triaccel_ray.config import ControlConfig, PrecisionConfig
-from triaccel_ray.model.dry_run import UserCodeError
 from triaccel_ray.records.events import End
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
@@ -273,19 +272,10 @@ def test_a_run_of_its_own_goes_on_from_its_checkpoint_and_is_not_trained_twice(m
     assert summary(place.folder) == ("failed (bug)", [], [("bug", 0)])
 
 
-@pytest.mark.parametrize(
-    ("task", "settings", "kind", "message"),
-    [
-        ("Blobs", {"memory_budget_bytes": 2**20}, ValueError, "memory budget = 1 MiB"),
-        ("Unbuildable", {}, UserCodeError, "Unbuildable.model() raised TypeError: "),
-    ],
-)
-def test_bad_input_leaves_nothing_behind(
-    module: str, tmp_path: Path, task: str, settings: dict[str, Any], kind: type[Exception], message: str
-) -> None:
-    result = trained(local_run(own_spec(f"{module}:{task}", **settings), StoragePath.of(tmp_path / "run")))
-    assert (type(result["error"]), result["is_refused"], result["unfinished"]) == (kind, True, "bug")
-    assert message in str(result["error"])
+def test_bad_input_leaves_nothing_behind(module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs", memory_budget_bytes=2**20)
+    result = trained(local_run(spec, StoragePath.of(tmp_path / "run")))
+    assert (type(result["error"]), result["is_refused"], result["unfinished"]) == (ValueError, True, "bug")
     assert not (tmp_path / "run").exists()
 
 
