@@ -121,10 +121,13 @@ def test_in_a_notebook_a_report_is_its_page_and_of_a_trial_it_has_the_epochs(tmp
 
 
 def test_a_log_of_code_of_your_own_has_settings_and_no_command(tmp_path: Path) -> None:
-    folder = SimulatedRun(tmp_path / "mine", info={}).complete(epochs=1)
-    report = Report(folder / EVENTS)
-    assert (report.folder, report.control, report.command) == (folder, CONTROL, "")
-    assert "triaccel run" not in report.page.read_text()
+    run = SimulatedRun(tmp_path / "mine", info={}, parameters={})
+    run.start()
+    report = Report(run.path)
+    assert (report.folder, report.control, report.command) == (run.folder, CONTROL, "")
+    page = report.page.read_text()
+    assert "t_ctrl = 50" in page
+    assert not any(text in page for text in ("triaccel run", "momentum", "lr = ", "<td>seed"))
     with pytest.raises(ValueError, match="name = 'nobody': there is no folder"):
         Report("nobody", storage_path=tmp_path)
 

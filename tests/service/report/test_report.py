@@ -67,13 +67,6 @@ def test_a_page_runs_no_script(tmp_path: Path) -> None:
     assert "<title>a run</title>" in shown(f"file://{tmp_path / 'evil.html'}", tmp_path)
 
 
-def test_a_page_of_code_of_ones_own_names_no_recipe(tmp_path: Path) -> None:
-    SimulatedRun(tmp_path, info={}, parameters={}).start()
-    page = view_at(StoragePath.of(tmp_path)).page.read_text()
-    assert "t_ctrl = 50" in page
-    assert not any(text in page for text in ("momentum", "lr = ", "<td>seed"))
-
-
 def test_a_runs_page_says_where_it_comes_from_and_holds_all_settings(run: RunRecord) -> None:
     facts = dict(about(run.spec, [run], {"seed": "3"}, "triaccel run x").rows)
     assert (facts["task"], facts["seed"], facts["to repeat"]) == ("cifar10-resnet18", "3", "triaccel run x")
