@@ -7,33 +7,24 @@ import signal
 from pathlib import Path
 
 import pytest
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.build import blobs, mlp
 from tests.service.own_task import own_spec
+from tests.service.runs.several import Several
 from tests.service.waiting import recorded_here
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.service.failures import MAX_LOSSES, RunFailedError
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.storage.layout import CHECKPOINT
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
+from triaccel_ray.trainables.task import Recipe
 
 pytestmark = pytest.mark.usefixtures("own_ray")
 
 
-class Mortal(Task):
+class Mortal(Several):
     """Its data folder is the run's own: as long as there is a file `doomed`, the process dies in the second epoch."""
-
-    name = "mortal"
-
-    def model(self) -> nn.Module:
-        return mlp()
-
-    def data(self, purpose: Purpose) -> Splits:
-        return Splits(train=TensorSource(*blobs(160)), held_out=TensorSource(*blobs(50, seed=1)))
 
     def loss(self, outputs: Tensor, targets: Tensor, recipe: Recipe) -> Tensor:
         folder = self.data_dir
