@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -10,7 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -23,7 +21,7 @@ from tests.service.runs.several import (
     samples_of_epochs,
     several_spec,
 )
-from tests.service.waiting import HELD_S, wait_until
+from tests.service.waiting import HELD_S, processes, wait_until
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.records.events import Event, Interruption, read_events
 from triaccel_ray.service.runs.record import read_run
@@ -98,17 +96,6 @@ def trained(folder: Path, gpus: str, meanwhile: Callable[[], None] = lambda: Non
     thread.join()
     assert not failures, failures
     return error
-
-
-def processes(name: str) -> list[int]:
-    """Ray's processes of this name, orphans too; other workers of pytest-xdist have their own."""
-    own, found = os.environ.get("PYTEST_XDIST_WORKER"), []
-    for each in psutil.process_iter(["cmdline"]):
-        if each.info["cmdline"] and each.info["cmdline"][0].startswith(f"ray::{name}"):
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended, or is another user's
-                if each.environ().get("PYTEST_XDIST_WORKER") == own:
-                    found.append(each.pid)
-    return found
 
 
 def assert_whole(folder: Path) -> None:

@@ -17,9 +17,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.chaos.mortal import HOLD, assert_whole, events, interruptions, processes, trained
+from tests.chaos.mortal import HOLD, assert_whole, events, interruptions, trained
 from tests.service.ray_head import ray_node
-from tests.service.waiting import HELD_S, wait_until
+from tests.service.waiting import HELD_S, processes, wait_until
 from triaccel_ray.records.events import Epoch
 from triaccel_ray.service.cluster.cluster import cluster
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 import ray
 
-from tests.chaos.mortal import DEATHS, DOOM, HOLD, assert_whole, events, interruptions, lines, processes, trained
-from tests.service.waiting import wait_until
+from tests.chaos.mortal import DEATHS, DOOM, HOLD, assert_whole, events, interruptions, lines, trained
+from tests.service.waiting import processes, wait_until
 from triaccel_ray.records.events import Epoch
 from triaccel_ray.service.failures import MAX_LOSSES, RunFailedError
 from triaccel_ray.service.runs.record import read_run

@@ -40,6 +40,17 @@ def recorded_here() -> bytes:
     return b""
 
 
+def processes(name: str) -> list[int]:
+    """Ray's processes of this name, orphans too; other workers of pytest-xdist have their own."""
+    own, found = os.environ.get("PYTEST_XDIST_WORKER"), []
+    for each in psutil.process_iter(["cmdline"]):
+        if each.info["cmdline"] and each.info["cmdline"][0].startswith(f"ray::{name}"):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended, or is another user's
+                if each.environ().get("PYTEST_XDIST_WORKER") == own:
+                    found.append(each.pid)
+    return found
+
+
 def end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
     """Ends a process and all below it, by their ids; does nothing where it has ended."""
     if process.poll() is not None:

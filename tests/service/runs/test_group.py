@@ -13,7 +13,7 @@ from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinato
 from torch import Tensor
 
 from tests.service.runs.several import NUM_SAMPLES, Several, samples_of_epochs, several_spec
-from tests.service.waiting import wait_until
+from tests.service.waiting import processes, wait_until
 from triaccel_ray.service.failures import RunFailedError
 from triaccel_ray.service.runs import group, rank_failures
 from triaccel_ray.service.runs.interface import use_rays_interface
@@ -59,15 +59,9 @@ def outcome(spec: RunSpec, folder: Path) -> Exception | None:
     return run_all({"run": spec}, StoragePath(str(folder)), num_gpus=0).get("run")
 
 
-def ranks_alive() -> list[int]:
-    """Ids of the processes of all ranks on this machine."""
-    found = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"]]
-    return [each.pid for each in found if "ray::RayTrainWorker" in each.info["cmdline"][0]]
-
-
 def assert_gone() -> None:
     """Checks that no rank is left, and that nothing is reserved any more."""
-    wait_until(lambda: not ranks_alive(), say=ranks_alive)
+    wait_until(lambda: not processes("RayTrainWorker"), say=lambda: processes("RayTrainWorker"))
     wait_until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
 
 
