@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import pty
@@ -17,14 +16,13 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from urllib.request import urlopen
 
 import psutil
 import pytest
 
 from tests.service.own_task import MODULE
 from tests.service.stores import free_port, runs
-from tests.service.waiting import DEADLINE_S, end, wait_until
+from tests.service.waiting import DEADLINE_S, answers, end, wait_until
 from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.tracking import Tracker
@@ -173,13 +171,7 @@ def test_a_signal_is_the_end_of_the_ui_and_nothing_to_go_on_with(
     port = free_port()
     Tracker(f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "artifacts").prepare()
     ui = terminal(tmp_path, "ui", "--port", str(port), "--storage-path", str(tmp_path))
-
-    def answers() -> bool:
-        with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health", timeout=5.0):
-            return True
-        return False
-
-    ui.wait_until(answers)
+    ui.wait_until(lambda: answers(f"http://127.0.0.1:{port}/health"))
     process = psutil.Process(ui.process.pid)
     connections = [each for part in process.children(recursive=True) for each in part.net_connections("inet")]
     assert {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN} == {"127.0.0.1"}

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.service.desk import typed
 from tests.service.own_task import write_module
 from tests.service.ray_head import ray_head
-from tests.service.test_jobs import SECRETS, typed
+from tests.service.test_jobs import SECRETS
 from tests.service.waiting import wait_until
 from triaccel_ray.records.events import read_events
 from triaccel_ray.service.jobs import job_client

@@ -7,9 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +17,12 @@ from pyarrow import fs
 from tests.chaos.desk import Desk, alive, done, still_runs
 from tests.chaos.mortal import DOOM, HOLD
 from tests.chaos.test_crashes import HELD
+from tests.service.desk import typed
 from tests.service.local_trial import local_run, trained
 from tests.service.own_task import MODULE, own_spec
 from tests.service.runs.several import NUM_SAMPLES, samples_of_epochs
 from tests.service.stores import assert_equals_log, free_port, runs
-from tests.service.test_jobs import typed
-from tests.service.waiting import wait_until
-from triaccel_ray.service.cli.main import main
+from tests.service.waiting import answers, wait_until
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import read_search
@@ -192,7 +189,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     process = subprocess.Popen([server, "-H", "127.0.0.1", "-p", str(port)], env=environment, stdout=log, stderr=log)
     try:
         endpoint = f"127.0.0.1:{port}"
-        wait_until(lambda: answers(endpoint))
+        wait_until(lambda: answers(f"http://{endpoint}/"))
         fs.S3FileSystem(
             endpoint_override=endpoint, scheme="http", region="us-east-1", allow_bucket_creation=True
         ).create_dir("bucket")
@@ -201,12 +198,6 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         process.terminate()
         process.wait()
         log.close()
-
-
-def answers(endpoint: str) -> bool:
-    with suppress(OSError), urllib.request.urlopen(f"http://{endpoint}/", timeout=5):
-        return True
-    return False
 
 
 def test_a_run_goes_on_from_a_bucket(
@@ -227,10 +218,8 @@ def test_a_run_goes_on_from_a_bucket(
     trained(second)
     assert sorted(Store(place).files(recursive=True)) == sorted([CHECKPOINT, EVENTS, SPEC, WRITER])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c"))
-    with pytest.raises(SystemExit) as ended:
-        main(["report", "one", "--storage-path", bucket])
-    assert ended.value.code == 0
-    assert "the full control loop, finished" in capsys.readouterr().out
+    status, out, _ = typed(capsys, "report", "one", "--storage-path", bucket)
+    assert (status, "the full control loop, finished" in out) == (0, True)
     assert "report.html" in Store(place).files(recursive=False)
     pull_all(place)
     assert [each.epoch for each in read_run(place.folder).interruptions] == [1]

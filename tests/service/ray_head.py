@@ -5,13 +5,11 @@ import os
 import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.service.waiting import GRACE_S, end, wait_until
+from tests.service.waiting import GRACE_S, answers, end, wait_until
 
 
 @contextlib.contextmanager
@@ -88,10 +86,4 @@ def _listens(port: int) -> bool:
 
 def _answers(head: subprocess.Popen[bytes], url: str, log: Path) -> bool:
     assert head.poll() is None, log.read_text()
-    try:
-        urllib.request.urlopen(f"{url}/api/version", timeout=GRACE_S).close()
-    except urllib.error.HTTPError as error:  # a token is needed, and the server is there
-        error.close()
-    except OSError:
-        return False
-    return True
+    return answers(f"{url}/api/version")

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +51,17 @@ def processes(name: str) -> list[int]:
                 if each.environ().get("PYTEST_XDIST_WORKER") == own:
                     found.append(each.pid)
     return found
+
+
+def answers(url: str) -> bool:
+    """Whether a server answers there; one that refuses does."""
+    try:
+        urllib.request.urlopen(url, timeout=GRACE_S).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+    except OSError:
+        return False
+    return True
 
 
 def end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
