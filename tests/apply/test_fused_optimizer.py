@@ -154,10 +154,3 @@ def test_what_changes_later_is_left_to_the_optimizer_from_then_on(change: str) -
         pair.plain.step()
         pair.assert_close()
     assert FIRED.count(pair.optimizer) == (3 if change == "hook" else 0)
-
-
-def test_other_parameters_than_at_first_are_refused() -> None:
-    pair = Pair("adamw")
-    pair.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    with pytest.raises(ValueError, match="other parameters than when the control loop was built: build another loop"):
-        pair.step()
