@@ -117,11 +117,6 @@ def test_indices_of_a_resident_source_are_on_the_device_and_the_same() -> None:
         assert torch.equal(indices.cpu(), twin.take(size))
 
 
-def test_a_state_of_another_data_set_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_samples = 5: the checkpoint's data set; this one has 6"):
-        feed_of(6).load_state_dict(feed_of(5).state_dict())
-
-
 def test_the_samples_left_count_down_to_the_runs_end_or_are_as_many_as_were_taken() -> None:
     source = TensorSource(torch.zeros(10, 1), torch.zeros(10))
     known, unknown = Sampler(source, seed=0, device=CPU, epochs=2.5), Sampler(source, seed=0, device=CPU)
