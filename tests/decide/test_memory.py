@@ -189,17 +189,6 @@ def test_the_plan_is_that_of_a_search_of_all(profile, share, pass_ms, accumulate
     assert len(chosen.storage) <= min(changed for _, parts, changed in as_fast if parts == chosen.num_micro_batches)
 
 
-@given(profiles(), st.floats(0.0, 1.2), st.floats(0.0, 1.2))
-def test_with_more_memory_a_step_takes_no_longer(profile, share, other):
-    measured = measured_of(profile)
-    budgets = [5000 + int(each * (measured.peak_bytes - 5000)) for each in sorted((share, other))]
-    less, more = (cheapest_plan(profile, measured, budget_bytes=each, changeable=names(profile)) for each in budgets)
-    if less is not None:
-        assert more is not None
-        longer = 1.0 if profile.can_split else UNDIVIDED_SHARE  # fewer parts may take longer
-        assert more.prediction.ms <= longer * less.prediction.ms + 1e-3
-
-
 @given(profiles())
 def test_the_least_plan_takes_no_more_than_keeping_or_recomputing_all(profile):
     measured = measured_of(profile)
