@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.build import CPU, blobs, cross_entropy, loop_of, mlp, nothing
+from tests.build import CPU, blobs, cross_entropy, mlp, nothing
 from triaccel_ray.apply.evaluate import Evaluation, evaluate, measured
 from triaccel_ray.model.dry_run import UserCodeError
-from triaccel_ray.model.metrics import ACCURACY, BITS_PER_BYTE, PERPLEXITY, Metric, as_metrics, token_loss, top1
+from triaccel_ray.model.metrics import ACCURACY, BITS_PER_BYTE, PERPLEXITY, as_metrics, token_loss, top1
 from triaccel_ray.records.goal import Goal
 
 VOCABULARY = 7
@@ -143,13 +143,6 @@ def test_what_maps_no_names_to_metrics_is_refused(metrics: Any, kind: type[Excep
 @pytest.mark.parametrize(("nats", "perplexity"), [(0.0, 1.0), (1.0, math.e), (1e4, math.inf), (math.nan, math.nan)])
 def test_a_perplexity_may_be_infinite(nats: float, perplexity: float) -> None:
     assert PERPLEXITY.of_mean(nats) == pytest.approx(perplexity, nan_ok=True)
-
-
-def test_a_loop_judges_by_given_metrics() -> None:
-    loop, _ = loop_of(mlp(), blobs(64))
-    result = loop.evaluate(blobs(40), {"error": Metric(values=lambda o, t: ~top1(o, t), maximize=False)})
-    assert result.metrics["error"] == pytest.approx(1.0 - loop.evaluate(blobs(40)).metrics["accuracy"] / 100.0)
-    loop.close()
 
 
 @pytest.mark.parametrize(
