@@ -23,12 +23,6 @@ def printed(name: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_a_model_of_ones_own(tmp_path: Path) -> None:
-    text = printed("own_model.py", tmp_path)
-    assert text.count("epoch ") == 10
-    assert float(re.findall(r"accuracy on held-out samples: (\S+) %", text)[0]) > 90
-
-
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs Hugging Face's transformers")
 def test_a_model_of_hugging_face(tmp_path: Path) -> None:
     text = printed("hugging_face.py", tmp_path)
