@@ -105,30 +105,6 @@ def test_a_model_that_keeps_its_norms_frozen_trains_with_them_frozen() -> None:
     assert norm.num_batches_tracked == 0
 
 
-class Averaging(nn.Module):
-    """A loss that replaces its buffer, so that a captured step would read the old one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * outputs.detach().mean(0)
-        return cross_entropy(outputs - self.mean, targets)
-
-
-def test_captured_steps_depend_on_the_buffers_and_the_mode_of_the_loss() -> None:
-    loss = Averaging()
-    loop, _ = loop_of(mlp(), blobs(24), QUIET, loss=loss)
-    steps = loop._training.steps
-    before = steps._dependencies()
-    loop.step()
-    after = steps._dependencies()
-    assert before != after
-    loss.eval()
-    assert steps._dependencies() != after
-
-
 class Merging(nn.Linear):
     """A layer whose weight has an addend, added for good in eval mode, as of a low-rank adapter."""
 

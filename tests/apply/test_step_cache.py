@@ -252,20 +252,22 @@ def test_a_capture_that_fails_otherwise_is_the_last() -> None:
 
 
 CHANGES: dict[str, Any] = {
-    "hook": lambda model: model[0].weight.register_post_accumulate_grad_hook(lambda _: None),
-    "frozen": lambda model: model[0].weight.requires_grad_(False),
-    "moved": lambda model: setattr(model[0].weight, "data", model[0].weight.data.clone()),
-    "mode": lambda model: model[1].eval(),
+    "hook": lambda model, _: model[0].weight.register_post_accumulate_grad_hook(lambda _: None),
+    "frozen": lambda model, _: model[0].weight.requires_grad_(False),
+    "moved": lambda model, _: setattr(model[0].weight, "data", model[0].weight.data.clone()),
+    "mode": lambda model, _: model[1].eval(),
+    "mode of the loss": lambda _, loss: loss.eval(),
+    "buffer of the loss": lambda _, loss: setattr(loss, "weight", loss.weight.clone()),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_later_ends_the_graphs_that_do_not_know_of_it(change: str) -> None:
-    model = mlp()
-    cache, pool, _ = cache_with(model=model)
+    model, loss, pool = mlp(), nn.CrossEntropyLoss(weight=torch.ones(4)), RerunPool()
+    cache = cache_of(step_of(model, blobs(16), loss=loss), pool=pool)
     for step in range(3):
         cache.run(ALL, ONE, step=step)
-    CHANGES[change](model)
+    CHANGES[change](model, loss)
     cache.run(ALL, ONE, step=3)
     assert cache.num_captured == 0
     cache.run(ALL, ONE, step=4)
