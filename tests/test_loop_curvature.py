@@ -244,17 +244,6 @@ def test_a_late_dry_run_leaves_captured_steps_as_they_are(monkeypatch: pytest.Mo
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_trying_curvature_leaves_random_states_and_training_as_they_are() -> None:
-    losses = []
-    for enabled in (False, True):
-        torch.manual_seed(3)
-        curvature = CurvatureConfig(enabled=enabled, every_steps=1000, method="hessian")
-        loop, _ = loop_of(ConvNet(), images(64), replace(QUIET, curvature=curvature))
-        losses.append(loop.train_epoch().loss)
-        loop.close()
-    assert losses[0] == losses[1]
-
-
 class Queue(nn.Module):
     """A network that keeps count of its samples, in training and in eval mode."""
 
