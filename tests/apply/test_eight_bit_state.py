@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.apply.test_split_weights import EVERY, FIXED, IN_BF16, loop_of, network, run
-from tests.build import blobs, cross_entropy, images, mlp, same, values
+from tests.build import blobs, images, mlp, same, values
 from triaccel_ray.apply import fused_optimizer
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.kernels.eight_bits import num_bytes
@@ -85,10 +85,3 @@ def test_state_becomes_fp32_when_the_optimizer_steps_by_itself() -> None:
     for name, state in state_of(loop).items():
         assert state["exp_avg"].dtype is torch.float32
         assert state["exp_avg"].shape == loop.model.get_parameter(name).shape
-
-
-def test_another_optimizer_is_refused_with_the_way_out() -> None:
-    model = mlp()
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"optimizer_state = '8bit': needs SGD, .* or give optimizer_state='fp32'"):
-        ControlLoop(model, optimizer, cross_entropy, blobs(40), config=IN_CODES)

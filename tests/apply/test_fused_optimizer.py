@@ -1,5 +1,6 @@
 """The fused step through the kernels' reference, which runs on a CPU, against PyTorch's own optimizers."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 from torch import nn
 
 from tests.apply import test_split_weights
-from tests.build import images
+from tests.build import cross_entropy, images
 from triaccel_ray.apply.fused_optimizer import is_supported, without_kernel_because
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
+from triaccel_ray.loop import ControlLoop
 from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import FaultKind
@@ -126,6 +128,18 @@ UNKNOWN = {
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_what_the_kernels_would_step_otherwise_is_left_to_the_optimizer(kind: str) -> None:
     assert without_kernel_because(UNKNOWN[kind](network().parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("weights", "split"), ("step_in_backward", True), ("optimizer_state", "8bit"), ("shard_optimizer", True)],
+)
+def test_a_setting_that_needs_a_kernel_refuses_another_optimizer_with_the_way_out(name: str, value: Any) -> None:
+    model, plain = network(), test_split_weights.FIXED
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
+    message = f"{name} = {value!r}: needs SGD, or Adam or AdamW .* RMSprop, or give {name}={getattr(plain, name)!r}"
+    with pytest.raises(ValueError, match=message):
+        ControlLoop(model, optimizer, cross_entropy, images(40), config=replace(plain, **{name: value}))
 
 
 FIRED: list[Any] = []

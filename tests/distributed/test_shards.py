@@ -113,13 +113,6 @@ def test_a_checkpoint_holds_all_state_and_resumes_on_any_number_of_ranks(
         assert [each["weights"] for each in shares] == [each["weights"] for each in resumed]
 
 
-def test_an_optimizer_of_another_kind_is_not_shared() -> None:
-    model = wide(0)
-    optimizer = torch.optim.Adagrad(model.parameters())
-    with pytest.raises(ValueError, match=r"shard_optimizer = True: needs SGD, or Adam or AdamW .* Adagrad"):
-        ControlLoop(model, optimizer, cross_entropy, blobs(24), config=replace(PLAIN, shard_optimizer=True))
-
-
 def refused(rank: int) -> str:
     model = wide(0)
     model[0].bias = nn.Parameter(torch.zeros(144)[::2])
