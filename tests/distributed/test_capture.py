@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import triaccel_ray.control.training
 from tests.build import BF16, FP32, Rerun, RerunPool, blobs, cross_entropy, loop_of, mlp
 from tests.distributed.training import Unsteady, assert_close, fixed, listed, trained
 from tests.distributed.worker_pool import WorkerPool
@@ -23,6 +22,7 @@ from triaccel_ray.apply.agreement import Agreement
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.reduce import Reduction, SharedGradients
 from triaccel_ray.apply.weights import ComputeCopies, Weights
+from triaccel_ray.control import training
 from triaccel_ray.cuda.graphs import Graph
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.loop import ControlLoop
@@ -50,15 +50,9 @@ class Recorder(RerunPool):
         return Rerun(again)
 
 
-@contextlib.contextmanager
-def capturing(pool: Recorder) -> Iterator[None]:
+def capturing(pool: Recorder) -> AbstractContextManager[Any]:
     """Returns a context in which loops capture their steps with `pool`."""
-    before = triaccel_ray.control.training.GraphPool
-    triaccel_ray.control.training.GraphPool = lambda device: pool
-    try:
-        yield
-    finally:
-        triaccel_ray.control.training.GraphPool = before
+    return patch.object(training, "GraphPool", lambda device: pool)
 
 
 def captured(rank: int, fails_on: int | None) -> dict[str, Any]:

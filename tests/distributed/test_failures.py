@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from triaccel_ray.apply.agreement import Agreement, NotCapturableError
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import ExecutionConfig
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError
-from triaccel_ray.decide import replay
+from triaccel_ray.decide import decide, replay
 from triaccel_ray.distributed.ranks import Ranks, RanksDifferError
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.plan import FaultKind
@@ -118,14 +120,10 @@ def unpinned(rank: int) -> dict[str, Any]:
             raise RuntimeError("no memory to pin")
         return take(arena, num_bytes, grows=grows)
 
-    offload.Arena.take = scarce
-    try:
+    with patch.object(offload.Arena, "take", scarce), closing(loop):
         for _ in range(3):
             loop.step()
         loop.tick()
-    finally:
-        offload.Arena.take = take
-        loop.close()
     faults = [fault.detail for tick in ticks for fault in tick.observation.faults]
     return {"storage": {name: each.value for name, each in step.activations.storage.items()}, "faults": faults}
 
@@ -235,32 +233,16 @@ def test_an_error_of_one_rank_is_one_of_the_same_kind_on_the_others(workers: Wor
 
 
 def refusal(rank: int, kind: str) -> str:
-    """The error with which a loop, or its first steps, are refused."""
-    model, config, options = mlp(), fixed(4), {}
-    data: Any = blobs(24)
-    if kind == "settings":
-        config = replace(config, every_steps=4 + rank)
-    elif kind == "seed":
-        options["seed"] = rank
-    elif kind == "model":
-        model, data = mlp(features=8 + rank), blobs(24, features=8 + rank)
-    elif kind == "data":
-        data = blobs(24 + rank)
-    elif kind == "batch":
-        config = fixed(2)
-    elif kind == "step_in_backward":
-        config = replace(config, step_in_backward=True)
-    elif kind == "stream":
-        data = Stream()
-    elif kind == "share":
-        data = tuple(each[rank::3] for each in blobs(24))
+    """The error with which a loop is refused."""
     if kind == "baseline":
+        model = mlp()
         optimizer = torch.optim.SGD(model.parameters())
         with pytest.raises(ValueError, match=r".") as raised:
-            BaselineLoop(model, optimizer, cross_entropy, data, method="fp32", batch_size=4)
+            BaselineLoop(model, optimizer, cross_entropy, blobs(24), method="fp32", batch_size=4)
         return str(raised.value)
+    given = {"model": mlp(), "data": blobs(24), "config": fixed(4), **UNEQUAL[kind](rank)}
     with pytest.raises(ValueError, match=r".") as raised:
-        loop_of(model, data, config, **options)
+        loop_of(**given)
     return str(raised.value)
 
 
@@ -268,6 +250,18 @@ class Stream(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         inputs, targets = blobs(8)
         return iter(zip(inputs, targets, strict=True))
+
+
+UNEQUAL: dict[str, Callable[[int], dict[str, Any]]] = {
+    "share": lambda rank: {"data": tuple(each[rank::3] for each in blobs(24))},
+    "settings": lambda rank: {"config": replace(fixed(4), every_steps=4 + rank)},
+    "seed": lambda rank: {"seed": rank},
+    "model": lambda rank: {"model": mlp(features=8 + rank), "data": blobs(24, features=8 + rank)},
+    "data": lambda rank: {"data": blobs(24 + rank)},
+    "batch": lambda rank: {"config": fixed(2)},
+    "step_in_backward": lambda rank: {"config": replace(fixed(4), step_in_backward=True)},
+    "stream": lambda rank: {"data": Stream()},
+}
 
 
 @pytest.mark.parametrize(
@@ -290,23 +284,16 @@ def test_what_ranks_cannot_share_is_refused_on_all_of_them(workers: WorkerPool, 
 
 
 def unlike(rank: int) -> str:
-    if rank == 1:
-        decide = triaccel_ray.loop.decide
+    def other(*args: Any) -> Any:
+        decision = decide(*args)
+        return replace(decision, plan=replace(decision.plan, batch_size=decision.plan.batch_size + 4))
 
-        def other(*args: Any) -> Any:
-            decision = decide(*args)
-            return replace(decision, plan=replace(decision.plan, batch_size=decision.plan.batch_size + 4))
-
-        triaccel_ray.loop.decide = other
-    try:
+    with patch.object(triaccel_ray.loop, "decide", other if rank == 1 else decide):
         loop, _ = loop_of(mlp(), blobs(96), replace(CONFIG, revert_slowdowns=False))
         with pytest.raises(RanksDifferError) as raised:
             loop.train_epoch()
         assert loop.num_steps == 4
         loop.close()
-    finally:
-        if rank == 1:
-            triaccel_ray.loop.decide = decide
     return str(raised.value)
 
 
