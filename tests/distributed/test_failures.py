@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import triaccel_ray.distributed.ranks
 import triaccel_ray.loop
-from tests.build import CONFIG, CountingSource, Limited, blobs, cross_entropy, loop_of, mlp
+from tests.build import CONFIG, CountingSource, Limited, blobs, cross_entropy, loop_of, mlp, sgd
 from tests.distributed.training import assert_close, fixed, listed, trained
 from tests.distributed.worker_pool import WorkerPool
 from triaccel_ray.apply import offload
@@ -25,6 +25,7 @@ from triaccel_ray.config import ExecutionConfig
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError
 from triaccel_ray.decide import decide, replay
 from triaccel_ray.distributed.ranks import Ranks, RanksDifferError
+from triaccel_ray.loop import ControlLoop
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.plan import FaultKind
 
@@ -232,55 +233,72 @@ def test_an_error_of_one_rank_is_one_of_the_same_kind_on_the_others(workers: Wor
     ]  # fmt: skip
 
 
-def refusal(rank: int, kind: str) -> str:
-    """The error with which a loop is refused."""
-    if kind == "baseline":
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters())
-        with pytest.raises(ValueError, match=r".") as raised:
-            BaselineLoop(model, optimizer, cross_entropy, blobs(24), method="fp32", batch_size=4)
-        return str(raised.value)
-    given = {"model": mlp(), "data": blobs(24), "config": fixed(4), **UNEQUAL[kind](rank)}
-    with pytest.raises(ValueError, match=r".") as raised:
-        loop_of(**given)
-    return str(raised.value)
-
-
 class Stream(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         inputs, targets = blobs(8)
         return iter(zip(inputs, targets, strict=True))
 
 
-UNEQUAL: dict[str, Callable[[int], dict[str, Any]]] = {
-    "share": lambda rank: {"data": tuple(each[rank::3] for each in blobs(24))},
-    "settings": lambda rank: {"config": replace(fixed(4), every_steps=4 + rank)},
-    "seed": lambda rank: {"seed": rank},
-    "model": lambda rank: {"model": mlp(features=8 + rank), "data": blobs(24, features=8 + rank)},
-    "data": lambda rank: {"data": blobs(24 + rank)},
-    "batch": lambda rank: {"config": fixed(2)},
-    "step_in_backward": lambda rank: {"config": replace(fixed(4), step_in_backward=True)},
-    "stream": lambda rank: {"data": Stream()},
-}
+def warmed_up(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that has made a step."""
+    optimizer = sgd(model)
+    inputs, targets = blobs(8)
+    cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+    model.zero_grad()
+    return optimizer
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("share", "first and last sample (give every rank all samples) = "),
-        ("settings", "every_steps = 4 on rank 0 and 5 on rank 1: must be the same on all ranks"),
-        ("seed", "seed = 0 on rank 0 and 1 on rank 1: must be the same"),
-        ("model", 'model = [[["0.weight", [16, 8], '),
-        ("data", "number of samples = 24 on rank 0 and 25 on rank 1"),
-        ("batch", "batch minimum (batch_min) = 2: must be at least the number of ranks, 3"),
-        ("step_in_backward", "step_in_backward = True: must be False on 3 ranks"),
-        ("stream", "data = an iterable data set, on 3 ranks: must be one with __getitem__"),
-        ("baseline", "the process group has several ranks: a baseline trains in one process; use ControlLoop"),
-    ],
-)
-def test_what_ranks_cannot_share_is_refused_on_all_of_them(workers: WorkerPool, kind: str, text: str) -> None:
-    for found in workers.run(3, refusal, kind):
-        assert text in found
+def gapped() -> nn.Module:
+    """A model with a parameter that is not dense in memory."""
+    model = mlp()
+    model[0].bias = nn.Parameter(torch.zeros(32)[::2])
+    return model
+
+
+def controlled(model: nn.Module, make: Any = sgd, **changes: Any) -> ControlLoop:
+    return ControlLoop(model, make(model), cross_entropy, blobs(24), config=replace(fixed(12), **changes))
+
+
+REFUSED: dict[str, tuple[Callable[[int], object], str]] = {
+    "share": (lambda rank: loop_of(mlp(), tuple(each[rank::3] for each in blobs(24)), fixed(4)),
+              "first and last sample (give every rank all samples) = "),
+    "settings": (lambda rank: loop_of(mlp(), blobs(24), replace(fixed(4), every_steps=4 + rank)),
+                 "every_steps = 4 on rank 0 and 5 on rank 1: must be the same on all ranks"),
+    "seed": (lambda rank: loop_of(mlp(), blobs(24), fixed(4), seed=rank),
+             "seed = 0 on rank 0 and 1 on rank 1: must be the same"),
+    "model": (lambda rank: loop_of(mlp(features=8 + rank), blobs(24, features=8 + rank), fixed(4)),
+              'model = [[["0.weight", [16, 8], '),
+    "data": (lambda rank: loop_of(mlp(), blobs(24 + rank), fixed(4)),
+             "number of samples = 24 on rank 0 and 25 on rank 1"),
+    "batch": (lambda rank: loop_of(mlp(), blobs(24), fixed(2)),
+              "batch minimum (batch_min) = 2: must be at least the number of ranks, 3"),
+    "step_in_backward": (lambda rank: controlled(mlp(), step_in_backward=True),
+                         "step_in_backward = True: must be False on 3 ranks"),
+    "stream": (lambda rank: loop_of(mlp(), Stream(), fixed(4)),
+               "data = an iterable data set, on 3 ranks: must be one with __getitem__"),
+    "baseline": (lambda rank: BaselineLoop(m := mlp(), sgd(m), cross_entropy, blobs(24), method="fp32", batch_size=4),
+                 "the process group has several ranks: a baseline trains in one process; use ControlLoop"),
+    "optimizer state": (lambda rank: controlled(mlp(), warmed_up if rank == 1 else sgd),
+                        'optimizer state = [] on rank 0 and [["momentum_buffer", '),
+    "gaps": (lambda rank: controlled(gapped(), shard_optimizer=True),
+             "shard_optimizer = True: dense parameters alone"),
+    "evaluation": (lambda rank: controlled(mlp()).evaluate(blobs(8 + 4 * rank)),
+                   "number of samples to evaluate = 8 on rank 0 and 12 on rank 1: must be the same on all ranks"),
+}  # fmt: skip
+
+
+def refusal(rank: int, kind: str) -> str:
+    with pytest.raises(ValueError, match=r".") as raised:
+        REFUSED[kind][0](rank)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_ranks_cannot_share_is_refused_on_all_of_them(workers: WorkerPool, kind: str) -> None:
+    first, *others = workers.run(3, refusal, kind)
+    assert first.startswith(REFUSED[kind][1])
+    assert others == [first] * 2
 
 
 def unlike(rank: int) -> str:

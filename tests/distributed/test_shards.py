@@ -111,19 +111,3 @@ def test_a_checkpoint_holds_all_state_and_resumes_on_any_number_of_ranks(
         resumed = workers.run(world_size, stepped, name, config, 8, whole["state"])
         shares = workers.run(world_size, stepped, name, shared, 8, first["state"])
         assert [each["weights"] for each in shares] == [each["weights"] for each in resumed]
-
-
-def refused(rank: int) -> str:
-    model = wide(0)
-    model[0].bias = nn.Parameter(torch.zeros(144)[::2])
-    config = replace(PLAIN, shard_optimizer=True)
-    try:
-        ControlLoop(model, OPTIMIZERS["sgd"](model.parameters()), cross_entropy, blobs(24), config=config)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_parameters_with_gaps_in_memory_are_refused(workers: WorkerPool) -> None:
-    for text in workers.run(2, refused):
-        assert text.startswith("shard_optimizer = True: dense parameters alone")

@@ -161,40 +161,6 @@ def test_learning_rates_that_differ_end_the_run_at_the_next_tick(workers: Worker
     assert first.startswith("the learning rate of tick 0 differs between ranks (rank 0: ...")
 
 
-def warmed_up(rank: int) -> str:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    if rank == 1:
-        inputs, targets = blobs(8)
-        cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-        model.zero_grad()
-    with pytest.raises(ValueError, match=r".") as raised:
-        ControlLoop(model, optimizer, cross_entropy, blobs(24), config=fixed(12))
-    return str(raised.value)
-
-
-def test_an_optimizer_state_that_one_rank_has_alone_is_refused(workers: WorkerPool) -> None:
-    first, second = workers.run(2, warmed_up)
-    assert first == second
-    assert first.startswith('optimizer state = [] on rank 0 and [["momentum_buffer", ')
-
-
-def judged(rank: int) -> str:
-    loop = ControlLoop(
-        model := mlp(), torch.optim.SGD(model.parameters(), lr=0.05), cross_entropy, blobs(24), config=fixed(12)
-    )
-    with pytest.raises(ValueError, match=r".") as raised:
-        loop.evaluate(blobs(8 + 4 * rank))
-    loop.close()
-    return str(raised.value)
-
-
-def test_ranks_evaluate_as_many_samples_each(workers: WorkerPool) -> None:
-    text = "number of samples to evaluate = 8 on rank 0 and 12 on rank 1: must be the same on all ranks"
-    assert workers.run(2, judged) == [text, text]
-
-
 def opened(rank: int, roomy: int | None) -> dict[str, Any]:
     """A run that may choose the form of its weights; rank 0 has little memory, the others `roomy` bytes."""
     precision = PrecisionConfig(enabled=False, initial=BF16, allow_slow_precisions=True)
