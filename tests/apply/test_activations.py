@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from tests.apply.compiled import Recording
 from tests.apply.fusible import fused
 from tests.apply.test_split_weights import FIXED, IN_BF16, run
 from tests.build import BF16, CPU, ONE, RerunPool, cache_of, cross_entropy, gradients, loop_of, same, step_of, values
@@ -255,24 +256,18 @@ def test_a_failure_of_the_users_own_checkpoint_comes_through() -> None:
 
 @pytest.mark.parametrize("storage", [Storage.RECOMPUTE, Storage.OFFLOAD])
 def test_compiled_blocks_stay_compiled_and_share_their_code(storage: Storage) -> None:
-    compiled: list[Any] = []
-    runs: list[int] = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        compiled.append(graph)
-        return lambda *args: (runs.append(1), graph(*args))[1]
-
     torch._dynamo.reset()
-    model = Network(0.0, 0.0, 0.0)
+    model, recording = Network(0.0, 0.0, 0.0), Recording([], [])
+    backend = recording.backend  # one for all: PyTorch compiles again for another
     step = step_of(model, images())
     step.compilation = Compilation(model, list(model.blocks))
     for block in model.blocks:
         block.compile(backend=backend)
     found = []
     for step.activations in (Activations({}, CPU), Activations(find_regions(model), CPU, fixed=storage)):
-        runs.clear()
+        recording.calls.clear()
         step.run(torch.arange(12), ONE, step=0)
-        found.append((len(compiled), len(runs), gradients(model)))
+        found.append((len(recording.graphs), len(recording.calls), gradients(model)))
     (code, once, kept), (same_code, in_all, again) = found
     assert 0 < code == same_code
     assert in_all == (2 * once if storage is Storage.RECOMPUTE else once)
