@@ -196,33 +196,24 @@ def test_no_pass_is_made_while_no_precision_is_lowered() -> None:
         assert not passes
 
 
-def test_layers_harmful_only_together_all_keep_their_precision() -> None:
+@pytest.mark.parametrize(
+    ("num_layers", "is_harmful"),
+    [(2, all), (3, lambda low: low[0] or all(low[1:]))],
+    ids=["alone", "beside one that is harmful alone"],
+)
+def test_layers_harmful_only_together_all_keep_their_precision(num_layers: int, is_harmful) -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        is_low = loops and set(loops[0]._training.precision.dtypes.values()) == {torch.bfloat16}
-        return F.mse_loss(outputs, targets) + (9.0 if is_low else 0.0)
+        dtypes = loops[0]._training.precision.dtypes.values() if loops else [torch.float32] * num_layers
+        return F.mse_loss(outputs, targets) + 9.0 * is_harmful([dtype is torch.bfloat16 for dtype in dtypes])
 
     loops: list[ControlLoop] = []
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    with loop_in_fp32(model, torch.randn(128, 4), torch.randn(128, 2), loss) as loop:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
+    with loop_in_fp32(model, torch.randn(128, 4), torch.randn(128, 4), loss) as loop:
         loops.append(loop)
         loop.step()
         (fault,) = loop.tick().applied.faults
         assert set(loop.plan.precision.values()) == {FP32}
-        assert fault.layers == ("0", "1")
-
-
-def test_layers_harmful_together_keep_theirs_beside_one_that_is_harmful_alone() -> None:
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        low = [each is torch.bfloat16 for each in loops[0]._training.precision.dtypes.values()] if loops else [False]
-        return F.mse_loss(outputs, targets) + (9.0 if low[0] or all(low[1:]) else 0.0)
-
-    loops: list[ControlLoop] = []
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
-    with loop_in_fp32(model, torch.randn(128, 4), torch.randn(128, 2), loss) as loop:
-        loops.append(loop)
-        loop.step()
-        (fault,) = loop.tick().applied.faults
-        assert fault.layers == ("0", "1", "2")
+        assert fault.layers == tuple(loop.plan.precision)
 
 
 def test_a_constant_in_the_loss_does_not_hide_that_the_outputs_change() -> None:
