@@ -135,7 +135,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "lists": ({"data": LISTS}, TypeError, r"inputs are a list.*torch.as_tensor\(inputs\)"),
     "a number": ({"data": (torch.ones(4, 8), torch.tensor(3))}, ValueError, "targets are a single number"),
-    "no room": ({"memory_budget": MIB}, ValueError, "the process already holds"),
+    "no room": (
+        {"memory_budget": MIB},
+        ValueError, r"the process already holds \d+ MiB on this machine .* give a larger budget",
+    ),
     "text": ({"memory_budget": "2GiB"}, TypeError, r"memory_budget = '2GiB': .*bytes, such as 2 \* 2\*\*30"),
     "no headroom": ({"memory_headroom": False}, TypeError, "memory_headroom = False: must be an integer number"),
     "a dict": ({"config": {"every_steps": 4}}, TypeError, r"config = {'every_steps': 4}.*ControlConfig\(\*\*"),
