@@ -305,6 +305,10 @@ QUIET = replace(
 )
 
 
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
 def loop_of(
     model: nn.Module, data: Any, config: ControlConfig = CONFIG, *, log: EventLog | None = None, **options: Any
 ) -> tuple[ControlLoop, list[Tick]]:

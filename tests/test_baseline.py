@@ -7,17 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.build import BF16, CPU, FP32, ConvNet, cross_entropy, images, same, shift_and_noise, values
+from tests.build import BF16, CPU, FP32, ConvNet, cross_entropy, images, same, sgd, shift_and_noise, values
 from triaccel_ray.baseline import Baseline, BaselineLoop
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.measure.memory import MIB
 from triaccel_ray.records.plan import Precision
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 def baseline(model: nn.Module, method: Baseline, **options: Any) -> BaselineLoop:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from tests.build import BATCH, CPU, QUIET, blobs, cross_entropy, mlp, run, same, values
+from tests.build import BATCH, CPU, QUIET, blobs, cross_entropy, mlp, run, same, sgd, values
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.data.sampler import Sampler
@@ -27,10 +27,6 @@ NUM, START = 90, 8
 PER_EPOCH = 12
 """Steps of START samples in an epoch of NUM."""
 FIXED = replace(QUIET, batch=replace(BATCH, minimum=START, maximum=START))
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 def loop_with(

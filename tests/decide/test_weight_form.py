@@ -60,13 +60,11 @@ def test_a_budget_also_holds_process_samples_parameters_and_state() -> None:
     assert room_bytes(replace(GPT, headroom_bytes=None), PLAIN) is None
 
 
-@pytest.mark.parametrize(
-    ("needed", "expected"), [(PLAIN, PLAIN), (SPLIT, SPLIT), (BOTH, BOTH)], ids=["plain", "split", "in backward"]
-)
-def test_the_first_form_that_fits_is_chosen(needed: WeightForm, expected: WeightForm) -> None:
-    enough = -(-needed_bytes(GPT, needed) * 100 // 97)
-    assert decide_form(OPEN, replace(GPT, headroom_bytes=enough))[0] == expected
-    assert decide_form(OPEN, replace(GPT, headroom_bytes=enough - 2))[0] != expected or needed == BOTH
+@pytest.mark.parametrize("form", [PLAIN, SPLIT, BOTH], ids=["plain", "split", "in backward"])
+def test_the_first_form_that_fits_is_chosen(form: WeightForm) -> None:
+    enough = -(-needed_bytes(GPT, form) * 100 // 97)
+    assert decide_form(OPEN, replace(GPT, headroom_bytes=enough))[0] == form
+    assert decide_form(OPEN, replace(GPT, headroom_bytes=enough - 2))[0] != form or form == BOTH
 
 
 IS_SPLIT = "weights are split: a step would need up to 0.00 GiB, and the memory budget leaves it 0.00 GiB"
