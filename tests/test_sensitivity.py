@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.build import Wired
 from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, PrecisionConfig
 from triaccel_ray.control.sensitivity import refuse_harmful
 from triaccel_ray.cuda.random_states import host_random_state
@@ -222,43 +223,26 @@ def test_a_constant_in_the_loss_does_not_hide_that_the_outputs_change() -> None:
         assert fault.layers == ("0.linear",)
 
 
-class Masked(nn.Module):
-    """Adds an output that never changes, such as that of a forbidden class."""
-
-    def __init__(self, network: nn.Module, value: float) -> None:
-        super().__init__()
-        self.network, self.value = network, value
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.network(x)
-        return torch.cat((out, torch.full_like(out, self.value)), 1)
-
-
 @pytest.mark.parametrize("value", [-math.inf, torch.finfo(torch.float32).min, -1e9, -1e4, 1.0, math.nan])
 def test_a_masked_output_does_not_hide_that_others_change(value: float) -> None:
+    def masked(self: Wired, x: Tensor) -> Tensor:
+        out = self.network(x)
+        return torch.cat((out, torch.full_like(out, value)), 1)
+
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.mse_loss(outputs[:, :1], targets)
 
-    with closing(loop_by_default(Masked(sines(), value), PrecisionConfig(), loss)) as loop:
+    with closing(loop_by_default(Wired(masked, network=sines()), PrecisionConfig(), loss)) as loop:
         assert loop.plan.precision["network.0.linear"] is FP32
         assert loop.plan.precision["network.1.linear"] is BF16
 
 
-class Slope(nn.Module):
-    """Returns the derivative of a network, which it computes itself."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(self.network(x).sum(), x, create_graph=True)
-        return slope
-
-
 def test_a_model_that_computes_gradients_itself_is_tried_too() -> None:
-    with closing(loop_by_default(Slope(sines()), PrecisionConfig())) as loop:
+    def slope(self: Wired, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.network(x).sum(), x, create_graph=True)[0]
+
+    with closing(loop_by_default(Wired(slope, network=sines()), PrecisionConfig())) as loop:
         assert loop.plan.precision["network.0.linear"] is FP32
         assert loop.plan.precision["network.1.linear"] is BF16
 

@@ -59,30 +59,25 @@ class TokenNet(nn.Module):
         return self.out(self.mix(hidden).mean(dim=1))
 
 
-class PositionNet(nn.Module):
+def position_net() -> nn.Module:
     """Position vectors are the same for all samples, and as many as there are samples."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.position = nn.Embedding(VOCABULARY, 4), nn.Embedding(NUM_SAMPLES, 4)
-        self.head = nn.Linear(4, NUM_CLASSES)
-
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self: Any, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
         return self.head(torch.tanh(self.token(tokens) + self.position(places)).mean(dim=1))
 
+    token, position = nn.Embedding(VOCABULARY, 4), nn.Embedding(NUM_SAMPLES, 4)
+    return Wired(forward, token=token, position=position, head=nn.Linear(4, NUM_CLASSES))
 
-class AttentionNet(nn.Module):
+
+def attention_net() -> nn.Module:
     """Sequence first, as `nn.MultiheadAttention` has it by default."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2)
-        self.head = nn.Linear(4, NUM_CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         x = x.transpose(0, 1)
         return self.head(self.attention(x, x, x, need_weights=False)[0].mean(dim=0))
+
+    return Wired(forward, attention=nn.MultiheadAttention(4, 2), head=nn.Linear(4, NUM_CLASSES))
 
 
 def recurrent_net() -> nn.Module:
@@ -170,8 +165,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "convolutions": (ConvNet, images),
     "smooth": (lambda: ConvNet(nn.GELU), images),
     "tied_tokens": (TokenNet, tokens),
-    "positions": (PositionNet, tokens),
-    "attention": (AttentionNet, sequences),
+    "positions": (position_net, tokens),
+    "attention": (attention_net, sequences),
     "recurrent": (recurrent_net, sequences),
     "foreign": (lambda: nn.Sequential(nn.Linear(5, 5), Bilinear(), nn.Linear(3, 3)), vectors),
     "deciding": (lambda: nn.Sequential(Bilinear(decide=True), nn.Linear(3, 3)), vectors),

@@ -2,16 +2,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.build import Wired
 from triaccel_ray.model.layers import find_layers, forward, to_channels_last
-
-
-class WithToken(nn.Module):
-    """A container with a matrix of its own beside a child's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.zeros(1, 4))
-        self.project = nn.Linear(4, 4)
 
 
 def names(model: nn.Module) -> list[str]:
@@ -36,7 +28,7 @@ def test_what_is_a_layer_and_what_is_none() -> None:
     frozen = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
     assert names(nn.Linear(2, 2)) == ["model"]
     assert names(frozen) == ["1"]
-    assert names(WithToken()) == ["project"]
+    assert names(Wired(len, token=nn.Parameter(torch.zeros(1, 4)), project=nn.Linear(4, 4))) == ["project"]
     assert names(nn.Sequential(nn.Conv2d(1, 2, 1), nn.LayerNorm([2, 4, 4]))) == ["0"]
     (normed,) = find_layers(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
     assert (normed.name, type(normed.modules[0]).__name__, normed.num_elements) == ("model", "ParametrizedLinear", 8)
