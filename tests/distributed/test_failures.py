@@ -211,15 +211,11 @@ def agreed(rank: int) -> list[str]:
     for own in [(None, error) for error in errors] + [(errors[1], errors[4])]:  # of two, the worse one wins
         try:
             with agreement.agreeing(), agreement.agreeing():  # the outer one has nothing to add
-                raising(own[rank])
+                if own[rank] is not None:
+                    raise own[rank]
         except Exception as error:
             found.append(type(error).__name__)
     return found
-
-
-def raising(error: Exception | None) -> None:
-    if error is not None:
-        raise error
 
 
 def test_an_error_of_one_rank_is_one_of_the_same_kind_on_the_others(workers: WorkerPool) -> None:
