@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -22,12 +22,14 @@ from triaccel_ray.apply.agreement import Agreement
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.reduce import Reduction, SharedGradients
 from triaccel_ray.apply.weights import ComputeCopies, Weights
+from triaccel_ray.config import ControlConfig
 from triaccel_ray.control import training
 from triaccel_ray.cuda.graphs import Graph
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.model.gradients import gradient_of
 from triaccel_ray.model.layers import find_layers
+from triaccel_ray.records.events import Tick
 
 
 class Recorder(RerunPool):
@@ -50,19 +52,23 @@ class Recorder(RerunPool):
         return Rerun(again)
 
 
-def capturing(pool: Recorder) -> AbstractContextManager[Any]:
-    """Returns a context in which loops capture their steps with `pool`."""
-    return patch.object(training, "GraphPool", lambda device: pool)
+@contextmanager
+def capturing(
+    model: nn.Module, num_samples: int, config: ControlConfig, *errors: Exception | None
+) -> Iterator[tuple[ControlLoop, list[Tick], Recorder]]:
+    """Yields a loop that captures its steps in the pool beside it, after these errors; closes the loop."""
+    pool = Recorder(*errors)
+    with patch.object(training, "GraphPool", lambda device: pool):
+        pool.loop, ticks = loop_of(model, blobs(num_samples), config)
+        with closing(pool.loop):
+            yield pool.loop, ticks, pool
 
 
 def captured(rank: int, fails_on: int | None) -> dict[str, Any]:
     """A run whose steps are captured, for a stand-in of a graph; the capture fails on one rank, if any."""
     error = RuntimeError("no graph here") if rank == fails_on else None
-    pool = Recorder(error)
-    with capturing(pool):
-        model = mlp(seed=rank)
-        loop, ticks = loop_of(model, blobs(62), fixed(10))
-        pool.loop = loop
+    model = mlp(seed=rank)
+    with capturing(model, 62, fixed(10), error) as (loop, ticks, pool):
         for _ in range(21):
             loop.step()
         if fails_on is None and rank == 1:
@@ -70,7 +76,6 @@ def captured(rank: int, fails_on: int | None) -> dict[str, Any]:
         loop.evaluate(blobs(31))
         for _ in range(9):
             loop.step()
-        loop.close()
     faults = [fault.detail for tick in ticks for fault in tick.observation.faults]
     return {"weights": listed(model), "enabled": loop._training.steps.enabled, "tried": pool.num_tried,
             "faults": faults}  # fmt: skip
@@ -90,10 +95,8 @@ def test_all_ranks_replay_a_step_or_none_does(workers: WorkerPool, fails_on: int
 
 def measured_on_one_rank(rank: int) -> dict[str, Any]:
     """A run whose first capture lacks memory; then rank 0 alone captures something else, as curvature may."""
-    pool = Recorder(torch.OutOfMemoryError("CUDA out of memory (simulated)"))
-    with capturing(pool):
-        loop, _ = loop_of(mlp(seed=rank), blobs(240), replace(fixed(12), every_steps=100))
-        pool.loop = loop
+    error = torch.OutOfMemoryError("CUDA out of memory (simulated)")
+    with capturing(mlp(seed=rank), 240, replace(fixed(12), every_steps=100), error) as (loop, _, pool):
         for _ in range(4):
             loop.step()
         captured = [loop._training.steps.num_captured]
@@ -102,7 +105,6 @@ def measured_on_one_rank(rank: int) -> dict[str, Any]:
             loop.step()
         captured.append(loop._training.steps.num_captured)
         del other
-        loop.close()
     return {"weights": listed(loop.model), "captured": captured}
 
 
@@ -115,11 +117,8 @@ def test_a_graph_of_one_rank_alone_does_not_part_the_ranks(workers: WorkerPool) 
 
 def overlapped(rank: int) -> dict[str, Any]:
     """How many messages leave during a captured backward pass, and before its end."""
-    pool = Recorder()
     sent: list[str] = []
-    with capturing(pool):
-        loop, _ = loop_of(mlp(seed=rank), blobs(240), fixed(12))
-        pool.loop = loop
+    with capturing(mlp(seed=rank), 240, fixed(12)) as (loop, _, _):
         reduction = loop._training.steps.step._reduction
         assert reduction is not None
         reduction.buckets = [[index] for index in reversed(range(len(reduction.parameters)))]
@@ -133,7 +132,6 @@ def overlapped(rank: int) -> dict[str, Any]:
         for _ in range(3):
             sent.clear()
             loop.step()
-        loop.close()
     return {"sent": sent, "weights": listed(loop.model)}
 
 
@@ -286,17 +284,13 @@ def test_several_ranks_compile_unequal_blocks_one_by_one(workers: WorkerPool) ->
 
 def opened(rank: int) -> dict[str, Any]:
     """A run in which rank 1 reaches another weight when its step is captured than in the step before."""
-    pool = Recorder()
-    with capturing(pool):
-        model = Unsteady(rank)
-        model.is_open = False
-        loop, ticks = loop_of(model, blobs(96), fixed(12))
-        pool.loop = loop
+    model = Unsteady(rank)
+    model.is_open = False
+    with capturing(model, 96, fixed(12)) as (loop, ticks, _):
         loop.step()
         model.is_open = rank == 1
         for _ in range(7):
             loop.step()
-        loop.close()
     faults = [fault.detail for tick in ticks for fault in tick.observation.faults]
     return {"weights": listed(model), "enabled": loop._training.steps.enabled, "faults": faults}
 
