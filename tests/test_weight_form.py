@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.apply.test_split_weights import EVERY, IN_BF16, OPTIMIZERS, run
+from tests.apply.test_step_in_backward import _small_buckets  # noqa: F401  # a fixture that acts on all tests
 from tests.build import Wired, blobs, cross_entropy, mlp, same, values
 from tests.data.test_iterable import Telling
-from triaccel_ray.apply import step_in_backward
 from triaccel_ray.apply.fused_optimizer import state_bytes
 from triaccel_ray.config import ControlConfig, PrecisionConfig
 from triaccel_ray.decide import replay
@@ -30,11 +30,6 @@ LARGE = replace(IN_BF16.batch, start=10**6, maximum=10**6)
 OPEN = replace(IN_BF16, weights="auto", step_in_backward="auto", batch=LARGE, every_steps=2)
 TIGHT, ROOMY = 200 * 2**20, 8 * 2**30
 """Headrooms that suffice for the 40 samples; the first is predicted not to."""
-
-
-@pytest.fixture(autouse=True)
-def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_in_backward, "BUCKET_ELEMENTS", 30)
 
 
 def deep(*, seed: int = 0) -> nn.Sequential:
