@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
 
-from tests.build import CPU, QUIET, Limited, blobs, loop_of, mlp, same, values
+from tests.build import CPU, QUIET, Limited, blobs, loop_of, mlp, run, same, values
 from tests.data.test_items import QUIET_WITH_CURVATURE
 from triaccel_ray.data.iterable import NUM_KEPT, IterableSource
 from triaccel_ray.data.sampler import Sampler
@@ -150,14 +150,11 @@ def test_a_resumed_run_goes_on_alike(num_steps: int, tmp_path: Path) -> None:
         return loop_of(mlp(seed=seed), Telling(), QUIET_WITH_CURVATURE, seed=5)[0]
 
     whole, first, resumed = loop(0), loop(0), loop(1)
-    for _ in range(num_steps + 20):
-        whole.step()
-    for _ in range(num_steps):
-        first.step()
+    run(whole, num_steps + 20)
+    run(first, num_steps)
     save_checkpoint(tmp_path / "checkpoint.pt", first.state_dict())
     resumed.load_state_dict(load_checkpoint(tmp_path / "checkpoint.pt"))
-    for _ in range(20):
-        resumed.step()
+    run(resumed, 20)
     assert resumed.sampler.position == whole.sampler.position
     assert same(values(resumed.model), values(whole.model))
     for each in (whole, first, resumed):

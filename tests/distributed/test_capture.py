@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.build import BF16, FP32, Rerun, RerunPool, blobs, cross_entropy, loop_of, mlp
+from tests.build import BF16, FP32, Rerun, RerunPool, blobs, cross_entropy, loop_of, mlp, run
 from tests.distributed.training import Unsteady, assert_close, fixed, listed, trained
 from tests.distributed.worker_pool import WorkerPool
 from triaccel_ray.apply import reduce
@@ -69,13 +69,11 @@ def captured(rank: int, fails_on: int | None) -> dict[str, Any]:
     error = RuntimeError("no graph here") if rank == fails_on else None
     model = mlp(seed=rank)
     with capturing(model, 62, fixed(10), error) as (loop, ticks, pool):
-        for _ in range(21):
-            loop.step()
+        run(loop, 21)
         if fails_on is None and rank == 1:
             pool.release()  # as an evaluation that ran out of memory does, on one rank
         loop.evaluate(blobs(31))
-        for _ in range(9):
-            loop.step()
+        run(loop, 9)
     faults = [fault.detail for tick in ticks for fault in tick.observation.faults]
     return {"weights": listed(model), "enabled": loop._training.steps.enabled, "tried": pool.num_tried,
             "faults": faults}  # fmt: skip
@@ -97,12 +95,10 @@ def measured_on_one_rank(rank: int) -> dict[str, Any]:
     """A run whose first capture lacks memory; then rank 0 alone captures something else, as curvature may."""
     error = torch.OutOfMemoryError("CUDA out of memory (simulated)")
     with capturing(mlp(seed=rank), 240, replace(fixed(12), every_steps=100), error) as (loop, _, pool):
-        for _ in range(4):
-            loop.step()
+        run(loop, 4)
         captured = [loop._training.steps.num_captured]
         other = pool.capture(lambda: None) if rank == 0 else None
-        for _ in range(4):
-            loop.step()
+        run(loop, 4)
         captured.append(loop._training.steps.num_captured)
         del other
     return {"weights": listed(loop.model), "captured": captured}
@@ -289,8 +285,7 @@ def opened(rank: int) -> dict[str, Any]:
     with capturing(model, 96, fixed(12)) as (loop, ticks, _):
         loop.step()
         model.is_open = rank == 1
-        for _ in range(7):
-            loop.step()
+        run(loop, 7)
     faults = [fault.detail for tick in ticks for fault in tick.observation.faults]
     return {"weights": listed(model), "enabled": loop._training.steps.enabled, "faults": faults}
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import triaccel_ray.distributed.ranks
 import triaccel_ray.loop
-from tests.build import CONFIG, CountingSource, Limited, blobs, cross_entropy, loop_of, mlp, sgd
+from tests.build import CONFIG, CountingSource, Limited, blobs, cross_entropy, loop_of, mlp, run, sgd
 from tests.distributed.training import assert_close, fixed, listed, trained
 from tests.distributed.worker_pool import WorkerPool
 from triaccel_ray.apply import offload
@@ -122,8 +122,7 @@ def unpinned(rank: int) -> dict[str, Any]:
         return take(arena, num_bytes, grows=grows)
 
     with patch.object(offload.Arena, "take", scarce), closing(loop):
-        for _ in range(3):
-            loop.step()
+        run(loop, 3)
         loop.tick()
     faults = [fault.detail for tick in ticks for fault in tick.observation.faults]
     return {"storage": {name: each.value for name, each in step.activations.storage.items()}, "faults": faults}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from tests.build import BF16, CONFIG, Limited, blobs, loop_of, mlp
+from tests.build import BF16, CONFIG, Limited, blobs, loop_of, mlp, run
 from tests.distributed.training import assert_close, fixed, listed, trained_on_images
 from tests.distributed.worker_pool import WorkerPool
 from triaccel_ray.config import ControlConfig, ExecutionConfig, PrecisionConfig
@@ -75,8 +75,7 @@ def trained(
     ending = Limited(limit) if limit is not None and rank == 1 else nn.Identity()
     model = nn.Sequential(mlp(seed=rank), Waiting() if last == "waits" and rank == 1 else ending).cuda()
     loop, ticks = loop_of(model, blobs(1202), config)
-    for _ in range(num_steps):
-        loop.step()
+    run(loop, num_steps)
     faults = [fault for tick in ticks for fault in tick.observation.faults]
     found = {
         "weights": listed(model),
@@ -119,8 +118,7 @@ def trained_with_norms(rank: int, config: ControlConfig, compiles: Any, num_step
     samples = torch.randn(96, 3, 8, 8), torch.randint(4, (96,))
     loop, ticks = loop_of(model, samples, replace(config, execution=ExecutionConfig(compile=compiles)))
     with torch.backends.cudnn.flags(allow_tf32=False):
-        for _ in range(num_steps):
-            loop.step()
+        run(loop, num_steps)
     found = {
         "tensors": [tensor.double().flatten().tolist() for tensor in model.state_dict().values()],
         "captured": loop._training.steps.num_captured,

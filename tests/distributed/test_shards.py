@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import triaccel_ray.apply.shards
-from tests.build import BF16, blobs, cross_entropy
+from tests.build import BF16, blobs, cross_entropy, run
 from tests.distributed.training import fixed, listed
 from tests.distributed.worker_pool import WorkerPool
 from triaccel_ray.config import ControlConfig, PrecisionConfig
@@ -51,8 +51,7 @@ def stepped(
     loop = ControlLoop(model, optimizer, cross_entropy, data, config=config, memory_budget=memory_budget)
     if state is not None:
         loop.load_state_dict(copy.deepcopy(state))
-    for _ in range(num_steps):
-        loop.step()
+    run(loop, num_steps)
     held = sum(value.nbytes for values in optimizer.state.values() for value in values.values() if value.dim())
     found = {"state": loop.state_dict(), "held": held, "skipped": loop.num_skipped}
     loop.close()  # joins split weights

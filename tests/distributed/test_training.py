@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.build import BF16, blobs, cross_entropy, loop_of, mlp, plain, shift_and_noise
+from tests.build import BF16, blobs, cross_entropy, loop_of, mlp, plain, run, shift_and_noise
 from tests.distributed.training import Unsteady, assert_close, fixed, listed, trained, trained_on_images
 from tests.distributed.worker_pool import WorkerPool
 from triaccel_ray.config import ControlConfig, PrecisionConfig
@@ -63,8 +63,7 @@ def profiled(rank: int, size: int) -> list[Any]:
     blocks = [nn.Sequential(nn.Linear(24, 24), nn.Sigmoid()) for _ in range(3)]
     loop, ticks = loop_of(nn.Sequential(nn.Linear(8, 24), *blocks, nn.Linear(24, 4)), blobs(96), fixed(size))
     loop._training.steps.step.activations.request_costs()
-    for _ in range(8):
-        loop.step()
+    run(loop, 8)
     loop.close()
     profile = ticks[-1].observation.profile
     return [profile.micro_batch_size, [(each.name, each.saved_bytes) for each in profile.regions]]
@@ -88,8 +87,7 @@ def test_a_checkpoint_is_resumed_on_another_number_of_ranks(workers: WorkerPool,
 
 def saved(rank: int) -> dict[str, Any]:
     loop, _ = loop_of(mlp(), blobs(96))
-    for _ in range(30):
-        loop.step()
+    run(loop, 30)
     state = loop.state_dict()
     loop.close()
     return plain(state)

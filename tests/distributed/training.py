@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.build import QUIET, blobs, loop_of, mlp
+from tests.build import QUIET, blobs, loop_of, mlp, run
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.trainables.images import ImageSource, Preparation
 
@@ -37,8 +37,7 @@ def trained(
     loop, _ = loop_of(model, data, replace(config, clip_norm=0.5 if clip else None))
     if state is not None:
         loop.load_state_dict(copy.deepcopy(state))  # it arrives in memory that the ranks share
-    for _ in range(num_steps):
-        loop.step()
+    run(loop, num_steps)
     loss_sum, count = loop.epoch_loss.tolist()
     saved = loop.state_dict()
     evaluation = loop.evaluate(blobs(31, seed=1))
@@ -63,8 +62,7 @@ def trained_on_images(rank: int, config: ControlConfig, num_steps: int) -> list[
     images, targets = torch.randint(256, (98, 3, 8, 8), dtype=torch.uint8), torch.randint(4, (98,))
     preparation = Preparation(mean=[0.5] * 3, std=[0.25] * 3)
     loop, _ = loop_of(model, ImageSource(images, targets, preparation), config)
-    for _ in range(num_steps):
-        loop.step()
+    run(loop, num_steps)
     loop.close()
     return listed(model)
 
