@@ -188,9 +188,9 @@ class _Check:
 
 def _relative_change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
     """Returns |after - before| / |before|, without masked elements: beside these any change would look small."""
-    moved, original = list[Tensor](), list[Tensor]()
+    changes, norms = list[Tensor](), list[Tensor]()
     for one, other in zip(before, after, strict=True):
         is_masked = (one == other) | (one.isnan() & other.isnan()) | ((one.abs() > _MASK) & (other.abs() > _MASK))
-        moved.append(torch.where(is_masked, 0.0, one - other))
-        original.append(torch.where(is_masked, 0.0, one))
-    return float(get_total_norm(moved) / get_total_norm(original).clamp(min=1e-30))
+        changes.append(torch.where(is_masked, 0.0, one - other).norm())
+        norms.append(torch.where(is_masked, 0.0, one).norm())
+    return float(get_total_norm(changes) / get_total_norm(norms).clamp(min=1e-30))
