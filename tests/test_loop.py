@@ -1,5 +1,6 @@
 import contextlib
 import copy
+import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +31,8 @@ from tests.build import (
     values,
 )
 from tests.waiting import no_waiting
-from triaccel_ray.config import CurvatureConfig
+from triaccel_ray.apply import precision as apply_precision
+from triaccel_ray.config import CurvatureConfig, PrecisionConfig
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.decide import replay
 from triaccel_ray.records.events import End, EventLog, Start, read_events
@@ -199,6 +201,17 @@ def test_every_sample_counts_exactly_once_an_epoch() -> None:
         parts = [indices for indices in source.drawn if len(indices) <= 9]  # larger ones failed and came again
         passed.append(torch.cat(parts))
     assert all(torch.equal(samples.sort().values, torch.arange(101)) for samples in passed)
+
+
+def test_a_device_without_bf16_trains_in_fp16_with_a_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = {BF16: "this GPU has no BF16 instructions"}
+    monkeypatch.setattr(apply_precision, "precisions_without_benefit", lambda *_, **__: refuse)
+    config = replace(CONFIG, precision=PrecisionConfig(tau_low=0.0, tau_high=math.inf))
+    with loop_of(mlp(), blobs(96), config)[0] as loop:
+        losses = [loop.train_epoch().loss for _ in range(6)]
+        assert set(loop.plan.precision.values()) == {FP16}
+        assert float(loop.loss_scale.factor(True)) > 1.0
+        assert losses[-1] < 0.5 * losses[0]
 
 
 def test_no_batch_grows_beyond_the_samples() -> None:

@@ -79,7 +79,7 @@ def test_a_threshold_belongs_to_the_precision_above_it(variance, expected):
 @pytest.mark.parametrize(
     ("wanted", "supported", "expected"),
     [
-        (FP16, (FP16, BF16, FP32), FP16), (FP16, (FP32, BF16), BF16), (BF16, (FP16, FP32), FP32),
+        (FP16, (FP16, BF16, FP32), FP16), (FP16, (FP32, BF16), BF16),
         (FP16, (FP32,), FP32), (FP32, (FP16, BF16), FP32), (BF16, (), FP32),
     ],
 )  # fmt: skip
@@ -116,7 +116,8 @@ def test_a_change_waits_for_the_dwell_and_a_demotion_for_votes_in_a_row(dwell_ti
         (FP16, FP32, USUAL, HIGH, ">= tau_high 0.001: fp16 -> fp32"),
         (FP32, BF16, USUAL, HIGH, "< tau_high 0.001: fp32 -> bf16"),
         (FP32, FP16, USUAL, LOW, "< tau_low 1e-06: fp32 -> fp16"),
-        (FP16, BF16, (FP16, FP32), LOW, ">= tau_low 1e-06: fp16 -> fp32"),
+        (FP32, BF16, (FP16, FP32), HIGH, "< tau_high 0.001: fp32 -> fp16"),
+        (FP16, FP32, (FP16, FP32), HIGH, ">= tau_high 0.001: fp16 -> fp32"),
         (BF16, FP16, WITH_FP8, LOW, "< tau_low 1e-06: bf16 -> fp8"),
         (FP8, BF16, WITH_FP8, LOW, ">= tau_low 1e-06: fp8 -> bf16"),
         (FP8, FP32, WITH_FP8, HIGH, ">= tau_high 0.001: fp8 -> fp32"),
@@ -135,6 +136,20 @@ def test_a_layer_in_fp8_is_held_in_bf16_by_curvature_and_stays_when_others_overf
     assert tick(config_of(), FP8, state, VARIANCE[FP16], WITH_FP8)[0] is BF16
     state = LayerState(by_variance=FP8, fp16_bar_ticks=5)  # FP8 scales each tensor: it does not overflow
     assert tick(config_of(), FP8, state, VARIANCE[FP16], WITH_FP8)[0] is FP8
+
+
+@pytest.mark.parametrize(
+    ("state", "asked", "expected"),
+    [
+        (LayerState(by_variance=FP32), BF16, FP16),
+        (LayerState(by_variance=FP16), BF16, FP16),
+        (LayerState(by_variance=FP16), FP32, FP32),
+        (LayerState(by_variance=FP16, held=True), BF16, FP32),
+        (LayerState(by_variance=BF16, fp16_bar_ticks=3), BF16, FP32),
+    ],
+)
+def test_fp16_stands_in_for_bf16_where_that_is_not_offered(state, asked, expected):
+    assert tick(config_of(), state.by_variance, state, VARIANCE[asked], (FP16, FP32))[0] is expected
 
 
 @pytest.mark.parametrize("may_lower", [True, False])

@@ -9,17 +9,17 @@ from triaccel_ray.config import PrecisionConfig
 from triaccel_ray.decide.throughput import barred_precision
 from triaccel_ray.records.plan import MINIMUM_LOSS_SCALE, Precision, Reason, ReasonCode
 from triaccel_ray.records.signals import LayerSignal, Observation
-from triaccel_ray.records.state import ControlState, LayerState, nearest_supported
+from triaccel_ray.records.state import ControlState, LayerState, bf16_or_fp16, nearest_supported
 
 
 def precision_for_variance(config: PrecisionConfig, variance: float, supported: Collection[Precision]) -> Precision:
     """Returns FP16 below tau_low, FP32 from tau_high on, BF16 between (Tri-Accel, section 3.1).
 
-    A layer that supports FP8 has it in place of FP16.
+    A layer that supports FP8 has it in place of FP16, and one that supports FP16 but not BF16 has FP16 for both.
     """
     if variance < config.tau_low:
         return Precision.FP8 if Precision.FP8 in supported else Precision.FP16
-    return Precision.BF16 if variance < config.tau_high else Precision.FP32
+    return bf16_or_fp16(supported) if variance < config.tau_high else Precision.FP32
 
 
 def promoted(precision: Precision) -> Precision:
@@ -170,7 +170,9 @@ def _variance_reason(
 ) -> Reason:
     raised = after.by_variance.rank > before.by_variance.rank
     # The threshold crossed last on the way to the precision chosen, from below or from above.
-    is_high = after.by_variance is (Precision.FP32 if raised else Precision.BF16)
+    is_high = after.by_variance is Precision.FP32
+    if not raised:
+        is_high = after.by_variance is Precision.BF16 or variance >= config.tau_low  # or FP16 in place of BF16
     name, threshold = ("tau_high", config.tau_high) if is_high else ("tau_low", config.tau_low)
     text = f"variance {variance:.3g} {'>=' if raised else '<'} {name} {threshold:.3g}: {change}"
     text += ", held one higher by curvature" if after.held else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from triaccel_ray.config import Activations, ControlConfig
@@ -240,7 +240,11 @@ def initial_decision(
     `regions` are the names of the regions whose storage can change.
     """
     wanted, default = config.precision.initial_layers, config.precision.initial
-    precision = {name: nearest_supported(wanted.get(name, default), supported) for name, supported in layers}
+    precision: dict[str, Precision] = {}
+    for name, supported in layers:
+        level = wanted.get(name, default)
+        level = bf16_or_fp16(supported) if level is Precision.BF16 else level
+        precision[name] = nearest_supported(level, supported)
     plan = Plan(
         batch_size=config.batch.start,
         num_micro_batches=config.batch.accumulate,
@@ -269,6 +273,11 @@ def recomputing_all(regions: Iterable[str], storage: Mapping[str, Storage]) -> d
     """
     joined = {name: kind for name, kind in storage.items() if kind is Storage.JOIN}
     return {**dict.fromkeys(regions, Storage.RECOMPUTE), **joined}
+
+
+def bf16_or_fp16(supported: Collection[Precision]) -> Precision:
+    """Returns BF16, or FP16 if only that is supported, as on GPUs older than Ampere; AMP uses it there, too."""
+    return Precision.FP16 if Precision.FP16 in supported and Precision.BF16 not in supported else Precision.BF16
 
 
 def nearest_supported(wanted: Precision, supported: tuple[Precision, ...]) -> Precision:
