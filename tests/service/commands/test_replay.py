@@ -105,10 +105,11 @@ def test_a_memory_plan_that_differs_is_told_by_region(run: RunRecord) -> None:
 
 
 def test_reasons_are_listed_oldest_first_and_cut(run: RunRecord) -> None:
-    total = sum(len(tick.decision.reasons) for tick in run.ticks)
-    grid, whole = reasons_grid(run, most=3), reasons_grid(run, most=total)
-    assert (len(grid.rows), grid.note) == (3, f"{total - 3} more; --reasons {total} shows all")
-    assert (len(whole.rows), whole.note) == (total, "")
+    grid, whole = reasons_grid(run, most=3), reasons_grid(run, most=10**6)
+    total = len(whole.rows)
+    assert total > 10
+    assert (grid.rows, grid.note) == (whole.rows[:3], f"{total - 3} more; --reasons {total} shows all")
+    assert whole.note == ""
     firsts = [int(row[0].partition(" ")[0]) for row in whole.rows]
     assert firsts == sorted(firsts)
 
