@@ -215,10 +215,10 @@ def test_a_device_without_bf16_trains_in_fp16_with_a_loss_scale(monkeypatch: pyt
 
 
 def test_no_batch_grows_beyond_the_samples() -> None:
-    with loop_of(mlp(), blobs(13), QUIET)[0] as loop:
+    with loop_of(mlp(), blobs(15), QUIET)[0] as loop:
         for _ in range(40):
             loop.train_epoch()
-        assert QUIET.batch.start < loop.plan.batch_size <= 13 < QUIET.batch.maximum
+        assert QUIET.batch.start < loop.plan.batch_size <= 15 < QUIET.batch.maximum
     with loop_of(mlp(), blobs(3), QUIET)[0] as loop:
         loop.train_epoch()
         assert loop.plan.batch_size == QUIET.batch.start

@@ -237,6 +237,14 @@ def test_a_masked_output_does_not_hide_that_others_change(value: float) -> None:
         assert loop.plan.precision["network.1.linear"] is BF16
 
 
+def test_large_outputs_are_no_masks() -> None:
+    def large(self: Wired, x: Tensor) -> Tensor:
+        return 1e6 * self.network(x)
+
+    with closing(loop_by_default(Wired(large, network=sines()), PrecisionConfig())) as loop:
+        assert loop.plan.precision["network.0.linear"] is FP32
+
+
 def test_a_model_that_computes_gradients_itself_is_tried_too() -> None:
     def slope(self: Wired, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()

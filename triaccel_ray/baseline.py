@@ -115,7 +115,7 @@ class BaselineLoop(EpochLoop):
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.model.zero_grad(set_to_none=True)  # of parameters that are not trained, but count in the norm
+        self.model.zero_grad(set_to_none=True)  # untrained parameters' gradients, too, which would add up in the norm
         self._schedule.advance(self.sampler)
         self.num_steps += 1
         self._epoch.num_steps += 1

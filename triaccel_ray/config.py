@@ -133,7 +133,7 @@ class PrecisionConfig(_Checked):
     """Rules 1 and 2: which precision each layer computes in (Tri-Accel, section 3.1)."""
 
     enabled: bool = knob(True, option="adapt_precision")
-    """Whether precision adapts. If not, layers keep the initial one, or a higher one if it is refused or overflows."""
+    """Whether precision adapts. If not, layers keep the initial one, unless it is not offered or overflows."""
     initial: Precision = knob(Precision.BF16, option="precision")
     """Precision of all layers before statistics exist, and throughout if precision does not adapt."""
     initial_layers: Mapping[str, Precision] = field(default_factory=dict)
@@ -200,7 +200,7 @@ class BatchConfig(_Checked):
     minimum: int = knob(32, "[1, inf)", option="batch_min")
     """Smallest batch size."""
     maximum: int = knob(512, "[1, inf)", option="batch_max")
-    """Largest batch size. No batch grows beyond the number of training samples."""
+    """Largest batch size. No batch grows beyond the number of training samples, in a task beyond a quarter of it."""
     accumulate: int = knob(1, "[1, inf)")
     """Micro-batches per batch (gradient accumulation), each of at least two samples with batch normalization."""
     granularity: int = knob(32, "[1, inf)")
@@ -316,8 +316,8 @@ class ControlConfig(_Checked):
     and 0 % if captured). One that raises loss or changes outputs of some samples by 10 % is not used. Captured batches
     grow only to save time. Without this rule, decisions on a CPU do not depend on timings."""
     max_overhead: float = knob(0.02, "(0, 1]")
-    """Share of the training time that adaptation may take if steps are captured; curvature that changes nothing has a
-    quarter of it. Measurements and lower precisions wait until it allows them. Only with `revert_slowdowns`."""
+    """Share of the training time that adaptation may take on a GPU; curvature that changes nothing has a quarter of it.
+    Measurements wait until it allows them, in captured steps lower precisions, too. Only with `revert_slowdowns`."""
     clip_norm: float | None = knob(None, "(0, inf)")
     """Maximum global L2 norm of gradients; larger ones are scaled down to it. None: no clipping."""
     max_skipped_steps: int = knob(50, "[1, inf)")

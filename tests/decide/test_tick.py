@@ -44,7 +44,7 @@ def first_tick(config: ControlConfig, *layers: LayerSignal, **others: object) ->
 
 def test_the_initial_plan_is_the_configured_one_at_full_rates():
     decision = initial_decision(CONFIG, [("conv", USUAL), ("old", (FP16, FP32))])
-    levels = {"conv": BF16, "old": FP16}
+    levels = {"conv": BF16, "old": FP32}  # from which BF16 was withheld
     assert decision.plan == Plan(batch_size=96, precision=levels, lr_scale={"conv": 1.0, "old": 1.0})
     expected = {name: LayerState(by_variance=level, ticks_since_change=1) for name, level in levels.items()}
     assert decision.state.layers == expected

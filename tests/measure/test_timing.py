@@ -44,7 +44,7 @@ def test_a_timer_gives_the_median_of_the_steps_that_count(timer: StepTimer) -> N
 
 
 @pytest.mark.parametrize(("num_threads", "expected"), [(1, 5.0), (2, 1.0)])
-def test_waiting_for_other_threads_does_not_count(
+def test_with_several_threads_the_shortest_step_counts(
     num_threads: int, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0

@@ -73,8 +73,7 @@ class Actuators:
         """Restores and applies what `state_dict` returned; a precision not `supported` becomes the next higher one.
 
         Without `adapts_precision`, the plan in force decides precisions. Only FP16 gives way to those of the state:
-        layers may have overflowed in it. Without `adapts_batch`, a batch that has grown returns to that of the plan in
-        force.
+        layers may have overflowed in it. Without `adapts_batch`, a larger batch than the one in force returns to that.
         """
         plan = decode(Plan, state["plan"])
         wanted = dict(plan.precision)
@@ -83,8 +82,12 @@ class Actuators:
         precision = {name: nearest_supported(level, supported[name]) for name, level in wanted.items()}
         micro_batches, own = state["micro_batches"], self.plan
         if plan.batch_size > own.batch_size and not adapts_batch:
-            plan = replace(plan, batch_size=own.batch_size, batch_lr_scale=own.batch_lr_scale)
-            plan = replace(plan, num_micro_batches=own.num_micro_batches)
+            plan = replace(
+                plan,
+                batch_size=own.batch_size,
+                batch_lr_scale=own.batch_lr_scale,
+                num_micro_batches=own.num_micro_batches,
+            )
             micro_batches = [own.num_micro_batches, own.micro_batch_size]
         self.plan = replace(plan, precision=precision)
         self._put_in_force(self.plan)

@@ -154,7 +154,7 @@ class ScheduledCurvature:
         return {"meter": self.meter.state_dict(), "samples": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned; what this process cannot measure stays off, and is recorded again."""
+        """Restores what `state_dict` returned; a method that fails here stays off, and its fault is recorded again."""
         self.meter.load_state_dict(state["meter"])
         if self.meter.off_because and not state["meter"]["off_because"]:
             self._reported.clear()  # the state of the sensors has replaced the faults recorded so far

@@ -78,11 +78,11 @@ def retreat(
     """Returns a smaller batch, or one in micro-batches, if failures of this interval require it; else None.
 
     The new size is the largest of the ladder that fits on the device, lies below the size that failed and does not
-    exceed the current one. It caps the batch size for `oom_cooldown_ticks`. If the smallest size fits only in
-    micro-batches, it keeps micro-batches that are no larger than those. A step that ran, but lacked the memory to be a
-    CUDA graph, counts as failed if the batch is elastic and a smaller size is left. A batch of fixed size is split into
-    halves instead, unless the memory planner finds a better plan (`plans`). If the interval also has an out-of-memory
-    error, only that counts.
+    exceed the current one. It caps the batch size for `oom_cooldown_ticks`, or as long as an earlier cap. If the
+    smallest size fits only in micro-batches, it keeps micro-batches that are no larger than those. A step that ran, but
+    lacked the memory to be a CUDA graph, counts as failed if the batch is elastic and a smaller size is left. A batch
+    of fixed size is split into halves instead, unless the memory planner finds a better plan (`plans`). If the interval
+    also has an out-of-memory error, only that counts.
 
     With `keeps_size` the batch stays, in micro-batches of the size that passed: recomputation saves the memory.
     """
@@ -249,7 +249,7 @@ def _shrink(config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchS
 
 
 def _cap_ticks(config: BatchConfig, state: BatchState) -> int:
-    """Returns for how many ticks a smaller cap holds; a longer bar of a size that was slower goes on."""
+    """Returns the ticks for which sizes that lacked memory are barred, never fewer than are left of an earlier bar."""
     return max(state.cap_ticks_left, config.oom_cooldown_ticks)
 
 

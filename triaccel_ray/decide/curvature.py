@@ -46,7 +46,7 @@ def remember_curvature(
 
     A layer is held one precision higher while the eigenvalue that also scales its learning rate exceeds tau_curv. Only
     a measurement can release it, so that its precision does not oscillate between two measurements. If curvature is
-    measured no more, or a resumed run is not to measure it, all layers are released, and their learning rates return.
+    off, or no longer measured, all layers are released, and their learning rates return.
     """
     updated: dict[str, LayerState] = {}
     reasons: list[Reason] = []

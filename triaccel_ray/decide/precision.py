@@ -12,14 +12,16 @@ from triaccel_ray.records.signals import LayerSignal, Observation
 from triaccel_ray.records.state import ControlState, LayerState, bf16_or_fp16, nearest_supported
 
 
-def precision_for_variance(config: PrecisionConfig, variance: float, supported: Collection[Precision]) -> Precision:
+def precision_for_variance(
+    config: PrecisionConfig, variance: float, supported: Collection[Precision], *, has_bf16: bool = True
+) -> Precision:
     """Returns FP16 below tau_low, FP32 from tau_high on, BF16 between (Tri-Accel, section 3.1).
 
-    A layer that supports FP8 has it in place of FP16, and one that supports FP16 but not BF16 has FP16 for both.
+    FP8 replaces FP16 in a layer that supports it. Without `has_bf16`, no layer supports BF16, and FP16 replaces it.
     """
     if variance < config.tau_low:
         return Precision.FP8 if Precision.FP8 in supported else Precision.FP16
-    return bf16_or_fp16(supported) if variance < config.tau_high else Precision.FP32
+    return bf16_or_fp16(supported, has_bf16=has_bf16) if variance < config.tau_high else Precision.FP32
 
 
 def promoted(precision: Precision) -> Precision:
@@ -36,10 +38,12 @@ def decide_precision(
     consecutive votes. Each change requires a new step to be built, and a variance that drifts through a threshold
     crosses it more than once. Curvature promotes and releases at once, because it is measured rarely anyway.
 
-    Without `may_lower` the variance rule demotes no layer now, for example because the last change is not judged yet.
+    Without `may_lower` no layer is demoted by the variance rule now, nor tried again where it was slower, for example
+    because the last change is not judged yet.
     """
     if not config.enabled:
         return _keep_but_leave_fp16(observation, layers)
+    has_bf16 = any(Precision.BF16 in signal.supported for signal in observation.layers)
     precision: dict[str, Precision] = {}
     updated: dict[str, LayerState] = {}
     reasons: list[Reason] = []
@@ -47,10 +51,10 @@ def decide_precision(
         name = signal.name
         in_force = observation.plan.precision[name]
         before = replace(layers[name], ticks_since_change=layers[name].ticks_since_change + 1)
-        is_retry = before.too_slow is not None and not before.slow_bar_ticks and in_force.rank > before.too_slow.rank
-        if is_retry and not may_lower:
-            before = replace(before, slow_bar_ticks=1)  # it waits, like any other lower precision
-        after = _after_vote(config, signal, before, may_lower=may_lower)
+        would_retry = before.too_slow is not None and not before.slow_bar_ticks and in_force.rank > before.too_slow.rank
+        if would_retry and not may_lower:
+            before = replace(before, slow_bar_ticks=1)  # a retry waits like any other lower precision
+        after = _after_vote(config, signal, before, may_lower=may_lower, has_bf16=has_bf16)
         precision[name] = _precision_of(signal, after)
         if precision[name] is not in_force:
             reasons.append(_reason(config, signal, before, after, in_force, precision[name]))
@@ -127,11 +131,13 @@ def _precision_of(signal: LayerSignal, state: LayerState) -> Precision:
     return nearest_supported(wanted, signal.supported)
 
 
-def _after_vote(config: PrecisionConfig, signal: LayerSignal, state: LayerState, *, may_lower: bool) -> LayerState:
+def _after_vote(
+    config: PrecisionConfig, signal: LayerSignal, state: LayerState, *, may_lower: bool, has_bf16: bool
+) -> LayerState:
     """Returns the state after one vote of the variance rule, with dwell and patience."""
     if signal.variance is None:
         return state
-    wanted = precision_for_variance(config, signal.variance, signal.supported)
+    wanted = precision_for_variance(config, signal.variance, signal.supported, has_bf16=has_bf16)
     if wanted is Precision.FP16 and state.fp16_bar_ticks:
         wanted = Precision.BF16
     lowers = wanted.rank < state.by_variance.rank
@@ -172,7 +178,7 @@ def _variance_reason(
     # The threshold crossed last on the way to the precision chosen, from below or from above.
     is_high = after.by_variance is Precision.FP32
     if not raised:
-        is_high = after.by_variance is Precision.BF16 or variance >= config.tau_low  # or FP16 in place of BF16
+        is_high = after.by_variance is Precision.BF16 or variance >= config.tau_low  # or FP16 for BF16
     name, threshold = ("tau_high", config.tau_high) if is_high else ("tau_low", config.tau_low)
     text = f"variance {variance:.3g} {'>=' if raised else '<'} {name} {threshold:.3g}: {change}"
     text += ", held one higher by curvature" if after.held else ""

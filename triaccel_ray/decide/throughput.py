@@ -1,4 +1,4 @@
-"""Rules about step times: a change that slows steps down is undone, and a batch grows only where that saves time."""
+"""Rules about step times: a change that slows steps down is undone, and a captured batch grows only to save time."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Judgement:
 def judge(config: ControlConfig, observation: Observation, state: ThroughputState) -> Judgement:
     """Returns whether the last change is kept, undone, or waits for another interval.
 
-    It compares median step times per sample: the median of the last intervals under the old plan, and the better of
-    two intervals under the new one. If the batch has grown before, the shortest of its step times replaces that of the
-    old plan, so that small slowdowns do not add up. Promotions serve accuracy and smaller batches save memory: neither
-    is judged. Layers whose lower precision was refused leave the change.
+    It compares step times per sample: the median of the last intervals under the old plan, and the better of two
+    intervals under the new one. A batch that has grown before is compared with the fastest of its sizes, so that small
+    slowdowns do not add up. Promotions serve accuracy and smaller batches save memory: neither is judged. Layers whose
+    lower precision was refused leave the change.
     """
     state, change = _with_spent(state, observation.adapting_ms), state.change
     failed = observation.apply_fault is not None
@@ -96,7 +96,8 @@ def size_that_pays(
     one is chosen, and `_EXPECTED_SHARE` estimates what is saved. The saving is that on the samples left, the cost is
     `expected_cost_ms`.
 
-    Where no steps are captured, as on a CPU, new sizes cost nothing: the first of `sizes` is chosen.
+    Where no steps are captured, as on a CPU, new sizes cost nothing: the first of `sizes` is chosen, once steps under
+    the current plan are timed.
     """
     if not config.revert_slowdowns:
         return sizes[0]
@@ -253,7 +254,7 @@ def _reason(plan: Plan, change: Change, ms_per_sample: float) -> Reason:
     if change.stored is not None:
         parts.append("the new memory plan")
     before = change.ms_per_sample
-    text = f"{' and '.join(parts)} is slower, {ms_per_sample:.3g} against {before:.3g} ms a sample: undone"
+    text = f"{' and '.join(parts)} is slower, {ms_per_sample:.3g} ms a sample against at best {before:.3g}: undone"
     return Reason(code=ReasonCode.SLOWER, subject="throughput", text=text, value=ms_per_sample, threshold=before)
 
 

@@ -24,9 +24,9 @@ def synchronize(device: torch.device) -> None:
 class StepTimer:
     """Times the steps between two ticks: on a CPU each by itself, on a GPU from one step's end to the next one's.
 
-    On a CPU it measures the calling thread's processor time. Other work on the same cores does not lengthen it, unless
-    this thread waits for others of the same step: with several threads, the shortest step counts in place of the
-    median. The first steps of a plan do not count: libraries prepare for its shapes in them. Timing does not wait for a
+    On a CPU it measures the calling thread's processor time. With one thread, other work on its core does not count.
+    With several, this one spins while it waits for the others, so the shortest step counts in place of the median.
+    The first steps of a plan do not count: libraries prepare for its shapes in them. Timing does not wait for a
     GPU: events are recorded, and read once the device has reached them.
     """
 
@@ -65,7 +65,7 @@ class StepTimer:
         self._last, self._spans, self._num_to_skip = None, [], _NUM_FIRST_STEPS
 
     def read(self) -> Callable[[], float | None]:
-        """Returns a function that gives the typical step in milliseconds once the steps are done; then starts over.
+        """Returns a function that gives a step's milliseconds, as the class says, once the steps are done; starts over.
 
         With too few steps the function gives None, and they count towards the next reading.
         """
@@ -78,7 +78,7 @@ class StepTimer:
         return lambda: median(first.elapsed_time(last) for first, last in spans)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what lets a resumed run read its next step time at the same tick; on a GPU it starts over."""
+        """Returns the steps timed so far, so that a resumed run reads its next time at the same tick; none on a GPU."""
         if self._device.type != "cpu":
             return {}
         return {"num_to_skip": self._num_to_skip, "seconds": [last - first for first, last in self._spans]}

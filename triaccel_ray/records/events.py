@@ -239,7 +239,7 @@ class EventLog:
         """Writes one record as one line.
 
         Raises:
-            LogError: the first record is a tick: `ControlLoop` begins a log that it gets as `on_tick=log.append`.
+            LogError: the log is empty and the record a tick. `ControlLoop(on_tick=log.append)` writes a start before.
             TakenOverError: another process has opened the log since.
         """
         if self.num_records == 0 and isinstance(record, Tick):

@@ -158,7 +158,7 @@ class Change:
     """A change of plan that has yet to be judged by its step times."""
 
     ms_per_sample: float
-    """Step time per sample before the change, in milliseconds."""
+    """Step time per sample to compare with, in milliseconds: before the change, or the shortest of smaller batches."""
     precision: Mapping[str, Precision] = field(default_factory=dict)
     """Name of each layer whose precision was lowered -> its precision before."""
     batch_size: int | None = None
@@ -186,7 +186,7 @@ class ThroughputState:
     """State of the rules about step times."""
 
     intervals: tuple[float, ...] = ()
-    """Step times per sample in milliseconds: medians of the last intervals under the current plan."""
+    """Step times per sample in milliseconds of the last intervals under the current plan (`Observation.step_ms`)."""
     change: Change | None = None
     """The change that is not judged yet, if any."""
     shortest_ms: float | None = None
@@ -240,10 +240,11 @@ def initial_decision(
     `regions` are the names of the regions whose storage can change.
     """
     wanted, default = config.precision.initial_layers, config.precision.initial
-    precision: dict[str, Precision] = {}
-    for name, supported in layers:
+    offered, precision = dict(layers), dict[str, Precision]()
+    has_bf16 = any(Precision.BF16 in supported for supported in offered.values())
+    for name, supported in offered.items():
         level = wanted.get(name, default)
-        level = bf16_or_fp16(supported) if level is Precision.BF16 else level
+        level = bf16_or_fp16(supported, has_bf16=has_bf16) if level is Precision.BF16 else level
         precision[name] = nearest_supported(level, supported)
     plan = Plan(
         batch_size=config.batch.start,
@@ -275,9 +276,9 @@ def recomputing_all(regions: Iterable[str], storage: Mapping[str, Storage]) -> d
     return {**dict.fromkeys(regions, Storage.RECOMPUTE), **joined}
 
 
-def bf16_or_fp16(supported: Collection[Precision]) -> Precision:
-    """Returns BF16, or FP16 if only that is supported, as on GPUs older than Ampere; AMP uses it there, too."""
-    return Precision.FP16 if Precision.FP16 in supported and Precision.BF16 not in supported else Precision.BF16
+def bf16_or_fp16(supported: Collection[Precision], *, has_bf16: bool) -> Precision:
+    """Returns BF16, or FP16 if that is supported and no layer has BF16: on GPUs older than Ampere, as AMP does."""
+    return Precision.FP16 if Precision.FP16 in supported and not has_bf16 else Precision.BF16
 
 
 def nearest_supported(wanted: Precision, supported: tuple[Precision, ...]) -> Precision:

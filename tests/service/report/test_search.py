@@ -149,7 +149,7 @@ def test_the_best_repeat_counts_in_place_of_the_run() -> None:
     assert command == f"triaccel run --from {amp.folder.absolute()}"
     grid = search_grid(repeated)
     assert [row[0] for row in grid.rows][:2] == ["AMP again", "trial-000 again"]
-    assert "again: the best of 3 more runs, which counts in place of the first" in grid.note
+    assert "again: the best of 3 more runs, which replaces the first run" in grid.note
     faster = replace(record, repeats={"amp": [changed(amp, seconds=20.0)], "trial-000": [changed(trial, seconds=5.0)]})
     assert "has score 36.4, AMP score 9, FP32 score 18." in recommendation(faster)[0]
     ring = next(each for each in outcomes(faster) if each.label == "best: trial-000, score 36.4")

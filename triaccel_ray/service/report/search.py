@@ -106,7 +106,7 @@ def search_grid(record: SearchRecord) -> Grid:
         notes.append(f"best: {objective.name}, among trials of {objective.limit_text} (AMP {amp}, margin {margin})")
         notes.append("*: behind AMP at the same epoch by more than the margin")
     if record.repeats:
-        notes.append(f"again: the best of {search.NUM_REPEATS} more runs, which counts in place of the first")
+        notes.append(f"again: the best of {search.NUM_REPEATS} more runs, which replaces the first run")
     if any(run.status == "stopped" for run in record.trials):
         notes.append("stopped: pruned before its last epoch, hence ranked after all that finished")
     notes += [sharing_note(spec.base), _unlike(spec.base)]

@@ -102,7 +102,7 @@ class BatchTuner(Worker):
             over_budget = next((fault for fault in faults if fault.kind is FaultKind.BUDGET_EXCEEDED), None)
             if over_budget is not None:
                 raise MemoryError(over_budget.detail)
-            step_ms = _median_step(loop)
+            step_ms = _typical_step(loop)
         except Exception as error:
             if not is_out_of_memory(error) or not self._throughputs:
                 raise
@@ -139,8 +139,8 @@ def _settle(loop: ControlLoop) -> tuple[Fault, ...]:
     return faults
 
 
-def _median_step(loop: ControlLoop) -> float:
-    """Returns the median milliseconds of a step on a whole batch.
+def _typical_step(loop: ControlLoop) -> float:
+    """Returns the milliseconds of a step on a whole batch, as `StepTimer.read` gives them.
 
     Raises:
         ValueError: no batch of an epoch is whole.

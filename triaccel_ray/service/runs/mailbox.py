@@ -69,5 +69,5 @@ class Mailbox:
             self._changed.notify_all()
 
     async def has_begun(self) -> bool:
-        """Returns whether rank 0 has opened the run's log, and asked for an epoch."""
+        """Returns whether rank 0 has asked for an epoch, which it does once the run's log is open."""
         return self._has_begun

@@ -166,8 +166,8 @@ def read_run(folder: Path) -> RunRecord:
     records = [event.record for event in read_events(folder / EVENTS)]
     if not records or not isinstance(records[0], Start):
         raise LogError(
-            f"event log {folder / EVENTS} does not begin with a start record: it is damaged or was cut; one of code of "
-            "your own begins with log.append(Start(control=config))"
+            f"event log {folder / EVENTS} does not begin with a start record: it is damaged or was cut; in code of "
+            "your own, give the loop on_tick=log.append, which begins the log"
         )
     start = records[0]
     is_of_a_task = "task" in start.info or (folder / SPEC).exists()

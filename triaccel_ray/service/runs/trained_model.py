@@ -70,7 +70,7 @@ class TrainedModel:
 
 
 def is_better(epoch: Epoch, earlier: Epoch, goal: Goal) -> bool:
-    """Returns whether `epoch` has a better validation metric than `earlier`; an equal one is not better."""
+    """Returns whether `epoch` has a better validation metric than `earlier`, not an equal one; both were validated."""
     figure, best = epoch.held_out(goal), earlier.held_out(goal)
     assert figure is not None  # a run that keeps its best epoch validates each
     assert best is not None

@@ -1,4 +1,4 @@
-"""Reads on in an event log that another process appends to, or replaces by another file."""
+"""Reads the new lines of an event log that another process appends to, or replaces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK_BYTES = 2**20
 
 
 class TruncatedLogError(Exception):
-    """The log was truncated: it lacks lines that were read before."""
+    """A log no longer has the last line that was read: it was cut, or replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)

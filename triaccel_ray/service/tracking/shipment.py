@@ -82,9 +82,9 @@ class Shipment:
         self._tracker, self._label = tracker, label
         self._path = folder / EVENTS
         self._seen: tuple[int, int, int] | None = None
-        """What the log's file was when all of it had been shipped."""
+        """Inode, bytes and mtime (ns) of the log when it was last shipped to its end; None before."""
         self._shipped: Shipped | None = None
-        """What has been shipped; the store has the MLflow run that it names."""
+        """What has arrived; its MLflow run exists in the store. None until loaded, or if nothing was sent."""
 
     def open(self) -> str:
         """Returns the id of the MLflow run, created if needed even before the first event; for parent runs."""
@@ -102,7 +102,7 @@ class Shipment:
             Exception: any error of MLflow, its store or the network. No event is lost, but which ones have arrived is
                 unknown: continue with a new `Shipment`, which verifies that the run exists.
         """
-        seen = self._stamp()
+        seen = self._file_state()
         if seen is None or seen == self._seen:
             return 0
         with self._lock():
@@ -115,7 +115,7 @@ class Shipment:
         self._seen = seen
         return num_events
 
-    def _stamp(self) -> tuple[int, int, int] | None:
+    def _file_state(self) -> tuple[int, int, int] | None:
         try:
             status = self._path.stat()
         except OSError:
