@@ -300,6 +300,19 @@ def test_a_batch_that_is_fixed_from_now_on_returns_to_its_initial_size() -> None
             assert enabled or resumed.plan.batch_size == CONFIG.batch.start
 
 
+def test_a_decision_pending_for_a_larger_batch_does_not_bring_it_back() -> None:
+    with loop_of(mlp(), blobs(240), CONFIG)[0] as loop:
+        loop._pending.decides_late = True
+        while loop.plan.batch_size <= CONFIG.batch.start or loop.num_steps % CONFIG.every_steps:
+            loop.step()
+        state = loop.state_dict()
+    assert state["undecided"] is not None
+    with loop_of(mlp(), blobs(240), replace(CONFIG, batch=replace(CONFIG.batch, enabled=False)))[0] as resumed:
+        resumed.load_state_dict(state)
+        resumed.train_epoch()
+        assert resumed.plan.batch_size == CONFIG.batch.start
+
+
 def test_the_cost_of_plans_elsewhere_does_not_count_where_no_step_is_captured() -> None:
     with loop_of(mlp(), blobs(24), CONFIG)[0] as loop:
         loop.load_state_dict({**loop.state_dict(), "adapting_ms": 20_000.0})

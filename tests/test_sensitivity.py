@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tests.build import Wired
 from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, PrecisionConfig
-from triaccel_ray.control.sensitivity import refuse_harmful
+from triaccel_ray.control.sensitivity import _relative_change, refuse_harmful
 from triaccel_ray.cuda.random_states import host_random_state
 from triaccel_ray.records.events import Tick
 from triaccel_ray.records.plan import FaultKind, Precision
@@ -235,6 +235,32 @@ def test_a_masked_output_does_not_hide_that_others_change(value: float) -> None:
     with closing(loop_by_default(Wired(masked, network=sines()), PrecisionConfig(), loss)) as loop:
         assert loop.plan.precision["network.0.linear"] is FP32
         assert loop.plan.precision["network.1.linear"] is BF16
+
+
+def test_outputs_that_few_samples_change_are_no_masks() -> None:
+    def spikes(self: Wired, x: Tensor) -> Tensor:
+        out = self.network(x).repeat(1, 999)
+        return (out > 0).float() + 0.0 * out
+
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1))
+    with closing(loop_by_default(Wired(spikes, network=network), PrecisionConfig(), lambda out, y: out.mean())) as loop:
+        assert set(loop.plan.precision.values()) == {BF16}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "change"),
+    [
+        ([3.0, -1e9], [3.3, -9.98e8], 0.1), ([3.0, -3.4e38], [3.3, -math.inf], 0.1),
+        ([4.0, math.inf], [5.0, math.inf], 0.25), ([1e5, 2e5], [1.1e5, 2.2e5], 0.1), ([7e4], [math.inf], math.inf),
+        ([-7e4, 1.0], [-math.inf, 1.0], math.inf),
+        ([1.0] * 99 + [1e-8], [1.0] * 99 + [1.2e-8], 2e-10), ([math.nan, 2.0], [math.nan, 2.0], 0.0), ([], [], 0.0),
+    ],
+)  # fmt: skip
+def test_the_change_of_outputs_is_relative_to_what_is_no_mask(
+    before: list[float], after: list[float], change: float
+) -> None:
+    assert _relative_change([torch.tensor(before)], [torch.tensor(after)]) == pytest.approx(change, rel=1e-2)
 
 
 def test_large_outputs_are_no_masks() -> None:

@@ -200,7 +200,7 @@ class BatchConfig(_Checked):
     minimum: int = knob(32, "[1, inf)", option="batch_min")
     """Smallest batch size."""
     maximum: int = knob(512, "[1, inf)", option="batch_max")
-    """Largest batch size. No batch grows beyond the number of training samples, in a task beyond a quarter of it."""
+    """Largest batch size. With data of known length, a batch grows to all samples at most, in a task to a quarter."""
     accumulate: int = knob(1, "[1, inf)")
     """Micro-batches per batch (gradient accumulation), each of at least two samples with batch normalization."""
     granularity: int = knob(32, "[1, inf)")

@@ -326,6 +326,10 @@ class ControlLoop(EpochLoop):
             fault = Fault(kind=FaultKind.PRECISION_REFUSED, step=self.num_steps, phase="precision", detail=text[:500])
             self.sensors.record_faults([fault])
         self.timer.load_state_dict(state.get("timer", {}))  # checkpoints of older versions have none
+        if not self.plan.steps_as(decode(Plan, state["plan"])):  # then neither was measured under this plan
+            self._pending.load_state_dict(None)
+            self.timer.restart()
+            self.state = replace(self.state, throughput=replace(self.state.throughput, intervals=(), change=None))
         self._ranks.require_equal("the checkpoint", [*state["counters"], *state["micro_batches"], state["control"]])
 
     def _parts(self) -> dict[str, Any]:

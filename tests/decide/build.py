@@ -2,14 +2,14 @@
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import strategies as st
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
-from triaccel_ray.decide import Decision, decide, initial_decision
+from triaccel_ray.decide import ControlState, Decision, decide, initial_decision
 from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision, ReasonCode
 from triaccel_ray.records.signals import LayerSignal, MemorySignal, NoiseSignal, Observation
 
@@ -130,6 +130,29 @@ class Run:
     def batch_sizes(self, ticks: int) -> list[int]:
         """The batch sizes decided by that many quiet ticks."""
         return [self.step()[1].plan.batch_size for _ in range(ticks)]
+
+
+MIDDLE = LayerSignal(name="conv", variance=1e-5)
+
+
+class Loop(Run):
+    """The policy on a device where a step takes what `cost` says of its plan, in milliseconds."""
+
+    def __init__(
+        self, config: ControlConfig, cost: Callable[[Plan], float | None], layer: LayerSignal = MIDDLE
+    ) -> None:
+        super().__init__(config, Machine(names=("conv",)))
+        self.cost, self.layer, self.share = cost, layer, 0.8
+
+    def tick(self, **others: Any) -> Decision:
+        return self.step(self.layer, memory=memory_of(self.share), step_ms=self.cost(self.plan), **others)[1]
+
+    def run(self, num_ticks: int) -> list[Decision]:
+        return [self.tick() for _ in range(num_ticks)]
+
+    @property
+    def state(self) -> ControlState:
+        return self.decision.state
 
 
 def eventful_run(

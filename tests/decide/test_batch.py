@@ -66,13 +66,6 @@ def test_few_sizes_are_timed_and_all_of_the_ladder(config, fixed, capacity):
     assert (config.minimum in fits) == (config.minimum <= capacity)
 
 
-def test_a_longer_bar_outlasts_one_for_memory():
-    state = replace(READY, cap=128, cap_ticks_left=160)
-    shrunk = decided(CONFIG, 128, HIGH, state)
-    assert (shrunk.batch_size, shrunk.state.cap, shrunk.state.cap_ticks_left) == (64, 96, 159)
-    assert decided(CONFIG, 128, HIGH).state.cap_ticks_left == CONFIG.oom_cooldown_ticks
-
-
 @pytest.mark.parametrize(
     ("share", "batch_size", "expected"),
     [

@@ -1,6 +1,5 @@
 import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Any
@@ -9,9 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.decide.build import BF16, FP16, FP32, Machine, Run, apply_failed, codes, lowering_refused, memory_of
+from tests.decide.build import (
+    BF16,
+    FP16,
+    FP32,
+    MIDDLE,
+    Loop,
+    Machine,
+    Run,
+    apply_failed,
+    codes,
+    lowering_refused,
+    memory_of,
+)
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
-from triaccel_ray.decide import ControlState, Decision
+from triaccel_ray.decide import Decision
 from triaccel_ray.decide.throughput import EFFICIENT_SHARE, efficient_size
 from triaccel_ray.records.plan import Plan, Precision, ReasonCode
 from triaccel_ray.records.signals import LayerSignal, NoiseSignal
@@ -22,27 +33,7 @@ CONFIG = ControlConfig(
     batch=BatchConfig(enabled=False, oom_cooldown_ticks=6),
 )
 GROWING = replace(CONFIG, batch=BatchConfig(oom_cooldown_ticks=6))
-LOW, MIDDLE, HIGH = (LayerSignal(name="conv", variance=value) for value in (1e-9, 1e-5, 1.0))
-
-
-class Loop(Run):
-    """The policy on a device where a step takes what `cost` says of its plan, in milliseconds."""
-
-    def __init__(
-        self, config: ControlConfig, cost: Callable[[Plan], float | None], layer: LayerSignal = MIDDLE
-    ) -> None:
-        super().__init__(config, Machine(names=("conv",)))
-        self.cost, self.layer, self.share = cost, layer, 0.8
-
-    def tick(self, **others: Any) -> Decision:
-        return self.step(self.layer, memory=memory_of(self.share), step_ms=self.cost(self.plan), **others)[1]
-
-    def run(self, num_ticks: int) -> list[Decision]:
-        return [self.tick() for _ in range(num_ticks)]
-
-    @property
-    def state(self) -> ControlState:
-        return self.decision.state
+LOW, HIGH = (LayerSignal(name="conv", variance=value) for value in (1e-9, 1.0))
 
 
 def slow_in_fp16(plan: Plan) -> float:
@@ -124,6 +115,22 @@ def test_small_slowdowns_of_growing_batches_do_not_add_up():
     sizes = [decision.plan.batch_size for decision in loop.run(40)]
     assert max(sizes) == 160  # 1.29 times as long a sample as 96: undone
     assert sizes.count(128) > 2 * sizes.count(160)
+
+
+@pytest.mark.parametrize("pressure", [True, False])
+def test_a_batch_grows_again_after_it_shrank_or_the_machine_became_slower(pressure: bool):
+    slowness = 1.0
+    loop = Loop(GROWING, lambda plan: slowness * (8.0 + 0.02 * plan.batch_size))
+    loop.share = 0.1
+    loop.run(30)
+    assert loop.plan.batch_size == 512
+    loop.share, slowness = (0.95, 1.0) if pressure else (0.1, 2.0)
+    loop.run(4)
+    loop.share = 0.1
+    assert pressure == (loop.plan.batch_size < 512)
+    seen = loop.run(60)
+    assert loop.plan.batch_size == 512
+    assert not any(codes(each, "throughput") for each in seen)
 
 
 @pytest.mark.parametrize("is_judged", [True, False])

@@ -27,8 +27,6 @@ from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision
 _NUM_SAMPLES_NEW, _NUM_SAMPLES_TRAINED = 8, 32
 """Samples on which a new model and one in training are checked. Logits of many long texts would take more memory than a
 step."""
-_MASK = 5e3
-"""Outputs below minus this that hardly change are masked: masks are -1e4, -1e9, or the least number of a format."""
 Precisions = Mapping[str, Precision]
 
 
@@ -187,15 +185,15 @@ class _Check:
 
 
 def _relative_change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    """Returns |after - before| / |before| over the elements that change, without masked ones.
+    """Returns |after - before| / |before| without masked elements, beside which each change would look small.
 
-    Beside a mask, or any other large constant, each change would look small.
+    Masks are NaN or infinite in both, or low: -1e4 or -1e9, which 16 bits round, or the least number of a format.
     """
     changes, norms = list[Tensor](), list[Tensor]()
     for one, other in zip(before, after, strict=True):
-        is_alike = one.isinf() | other.isinf() | ((one - other).abs() <= 0.01 * one.abs())  # a mask rounded to 16 bits
-        is_low = (one < -_MASK) & (other < -_MASK)
-        is_masked = (one == other) | (one.isnan() & other.isnan()) | (is_low & is_alike)
+        is_lost = (one.isnan() & other.isnan()) | ((one == other) & one.isinf())
+        is_low = (one < -5e3) & ((one - other).abs() <= 0.01 * one.abs())
+        is_masked = is_lost | is_low | ((one < -1e8) & (other < -1e8))
         changes.append(torch.where(is_masked, 0.0, one - other).norm())
         norms.append(torch.where(is_masked, 0.0, one).norm())
     return float(get_total_norm(changes) / get_total_norm(norms).clamp(min=1e-30))

@@ -78,11 +78,11 @@ def retreat(
     """Returns a smaller batch, or one in micro-batches, if failures of this interval require it; else None.
 
     The new size is the largest of the ladder that fits on the device, lies below the size that failed and does not
-    exceed the current one. It caps the batch size for `oom_cooldown_ticks`, or as long as an earlier cap. If the
-    smallest size fits only in micro-batches, it keeps micro-batches that are no larger than those. A step that ran, but
-    lacked the memory to be a CUDA graph, counts as failed if the batch is elastic and a smaller size is left. A batch
-    of fixed size is split into halves instead, unless the memory planner finds a better plan (`plans`). If the interval
-    also has an out-of-memory error, only that counts.
+    exceed the current one. It caps the batch size for `oom_cooldown_ticks`. If the smallest size fits only in micro-
+    batches, it keeps micro-batches that are no larger than those. A step that ran, but lacked the memory to be a CUDA
+    graph, counts as failed if the batch is elastic and a smaller size is left. A batch of fixed size is split into
+    halves instead, unless the memory planner finds a better plan (`plans`). If the interval also has an out-of-memory
+    error, only that counts.
 
     With `keeps_size` the batch stays, in micro-batches of the size that passed: recomputation saves the memory.
     """
@@ -114,7 +114,7 @@ def retreat(
     return BatchDecision(
         batch_size=size,
         num_micro_batches=parts,
-        state=replace(state, ticks_since_change=0, cap=size, cap_ticks_left=_cap_ticks(config, state)),
+        state=replace(state, ticks_since_change=0, cap=size, cap_ticks_left=config.oom_cooldown_ticks),
         reasons=(reason,),
     )
 
@@ -242,15 +242,10 @@ def _shrink(config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchS
     else:
         outcome = f": {plan.batch_size} -> {size}"
         cap = min(plan.batch_size - config.granularity, state.cap or config.maximum)
-        state = replace(state, ticks_since_change=0, cap=cap, cap_ticks_left=_cap_ticks(config, state))
+        state = replace(state, ticks_since_change=0, cap=cap, cap_ticks_left=config.oom_cooldown_ticks)
     text = f"memory {_describe_use(config, memory)} > rho_high {config.rho_high:.3g}{outcome}"
     reason = batch_reason(ReasonCode.MEMORY_HIGH, text, value=memory_share(config, memory), threshold=config.rho_high)
     return BatchDecision(batch_size=size, num_micro_batches=plan.num_micro_batches, state=state, reasons=(reason,))
-
-
-def _cap_ticks(config: BatchConfig, state: BatchState) -> int:
-    """Returns the ticks for which sizes that lacked memory are barred, never fewer than are left of an earlier bar."""
-    return max(state.cap_ticks_left, config.oom_cooldown_ticks)
 
 
 def _step_up(config: BatchConfig, plan: Plan) -> tuple[int, int]:

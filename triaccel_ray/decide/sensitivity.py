@@ -22,7 +22,7 @@ class Effect:
     loss_before: float
     loss: float
     output_change: float
-    """Relative L2 norm of the change of the outputs, |y - y_0| / |y_0|, of elements that change, without masks."""
+    """Relative L2 norm of the change of the outputs, |y - y_0| / |y_0|, without masked elements."""
 
     @property
     def is_harmful(self) -> bool:

@@ -72,17 +72,18 @@ def judge(config: ControlConfig, observation: Observation, state: ThroughputStat
     tolerance = _TOLERANCE
     if _is_captured(observation):
         tolerance = 0.0 if is_growth else _CAPTURED_TOLERANCE
-    is_slower = ms_per_sample > change.ms_per_sample * (1.0 + tolerance)
+    slowdown = ms_per_sample / change.ms_per_sample * (state.slowdown if is_growth else 1.0)
+    is_slower = slowdown > 1.0 + tolerance
     if is_slower and change.num_slower + 1 < _JUDGING_TICKS:
         return Judgement(state=replace(state, change=replace(change, num_slower=change.num_slower + 1)))
     state = _without_change(state)
     if is_growth or (change.stored and change.stored.num_micro_batches != observation.plan.num_micro_batches):
         state = replace(state, growth_ms=observation.adapting_ms - change.adapting_ms)
     if not is_slower:
-        shortest_ms = min(change.ms_per_sample, ms_per_sample) if is_growth else state.shortest_ms
-        return Judgement(state=replace(state, intervals=(ms_per_sample,), shortest_ms=shortest_ms))
+        slowdown = max(slowdown, 1.0) if is_growth else state.slowdown
+        return Judgement(state=replace(state, intervals=(ms_per_sample,), slowdown=slowdown))
     state = replace(state, other_timing=Timing(batch_size=observation.plan.batch_size, ms_per_sample=ms_per_sample))
-    return Judgement(state=state, undo=change, reasons=(_reason(observation.plan, change, ms_per_sample),))
+    return Judgement(state=state, undo=change, reasons=(_reason(observation.plan, change, ms_per_sample, slowdown),))
 
 
 def size_that_pays(
@@ -167,11 +168,16 @@ def bar_undone(
 
 
 def watch(
-    state: ThroughputState, observation: Observation, new: Plan, *, is_stored_faster: bool = False
+    state: ThroughputState,
+    observation: Observation,
+    new: Plan,
+    *,
+    is_undo: bool = False,
+    is_stored_faster: bool = False,
 ) -> ThroughputState:
     """Returns the state after `new` replaces the plan, with the change and its reference if it is to be judged.
 
-    With `is_stored_faster` the memory plan was changed to save time.
+    With `is_undo` a change is undone. With `is_stored_faster` the memory plan was changed to save time.
     """
     old = observation.plan
     if new.steps_as(old):
@@ -181,19 +187,19 @@ def watch(
     if before is not None:
         timings.append(Timing(batch_size=old.batch_size, ms_per_sample=before))
     usable = [each for each in timings if each is not None and each.batch_size != new.batch_size]
-    shortest_ms = state.shortest_ms
+    slowdown = state.slowdown if is_undo or new.batch_size >= old.batch_size else 1.0
     if new.precision != old.precision or Stored.under(new) != Stored.under(old):
-        usable, shortest_ms = [], None
+        usable, slowdown = [], 1.0
     # The farthest: noise counts least.
     other = max(usable, key=lambda timing: abs(timing.batch_size - new.batch_size), default=None)
-    state = replace(_without_change(state), other_timing=other, shortest_ms=shortest_ms)
+    state = replace(_without_change(state), other_timing=other, slowdown=slowdown)
     lowered = {name: level for name, level in old.precision.items() if new.precision[name].rank < level.rank}
     grown = new.batch_size > old.batch_size
     promoted = any(new.precision[name].rank > level.rank for name, level in old.precision.items())
     if promoted or not (lowered or grown or is_stored_faster) or before is None:
         return state
     change = Change(
-        ms_per_sample=before if shortest_ms is None else min(before, shortest_ms),
+        ms_per_sample=before,
         precision=lowered,
         batch_size=old.batch_size if grown else None,
         stored=Stored.under(old) if is_stored_faster else None,
@@ -241,7 +247,7 @@ def _is_in_force(change: Change, plan: Plan) -> bool:
     return is_lowered and is_stored and (change.batch_size is None or plan.batch_size > change.batch_size)
 
 
-def _reason(plan: Plan, change: Change, ms_per_sample: float) -> Reason:
+def _reason(plan: Plan, change: Change, ms_per_sample: float, slowdown: float) -> Reason:
     lowered = sorted(change.precision)
     parts = []
     if lowered:
@@ -253,7 +259,7 @@ def _reason(plan: Plan, change: Change, ms_per_sample: float) -> Reason:
         parts.append(f"a batch of {plan.batch_size} in place of {change.batch_size}")
     if change.stored is not None:
         parts.append("the new memory plan")
-    before = change.ms_per_sample
+    before = ms_per_sample / slowdown
     text = f"{' and '.join(parts)} is slower, {ms_per_sample:.3g} ms a sample against at best {before:.3g}: undone"
     return Reason(code=ReasonCode.SLOWER, subject="throughput", text=text, value=ms_per_sample, threshold=before)
 

@@ -83,7 +83,9 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
         layers=layers,
         batch=batch.state,
         memory=remember_plan(observation, judged, plan, memory.state),
-        throughput=watch(judged.state, observation, plan, is_stored_faster=memory.is_faster),
+        throughput=watch(
+            judged.state, observation, plan, is_undo=judged.undo is not None, is_stored_faster=memory.is_faster
+        ),
         form=form,
         step=observation.step,
         num_skipped=observation.num_skipped,

@@ -158,7 +158,7 @@ class Change:
     """A change of plan that has yet to be judged by its step times."""
 
     ms_per_sample: float
-    """Step time per sample to compare with, in milliseconds: before the change, or the shortest of smaller batches."""
+    """Step time per sample before the change, in milliseconds."""
     precision: Mapping[str, Precision] = field(default_factory=dict)
     """Name of each layer whose precision was lowered -> its precision before."""
     batch_size: int | None = None
@@ -189,9 +189,9 @@ class ThroughputState:
     """Step times per sample in milliseconds of the last intervals under the current plan (`Observation.step_ms`)."""
     change: Change | None = None
     """The change that is not judged yet, if any."""
-    shortest_ms: float | None = None
-    """Shortest step time per sample in milliseconds of the batches that have grown since precisions, number of
-    micro-batches or storage changed; None if none has."""
+    slowdown: float = 1.0
+    """By which factor growing has lengthened a step per sample since the batch last shrank, or precisions, number of
+    micro-batches or storage changed; at least 1."""
     other_timing: Timing | None = None
     """Another batch size, timed with the current precisions, number of micro-batches and storage."""
     growth_ms: float | None = None
