@@ -20,7 +20,7 @@ INF, NAN = math.inf, math.nan
 ABOVE_ONE, BELOW_ZERO = math.nextafter(1.0, 2.0), -math.ulp(0.0)
 CONFIGS = (PrecisionConfig, CurvatureConfig, BatchConfig, LossScaleConfig, ExecutionConfig, ControlConfig)
 
-ASCENDING = "must be in ascending order; around() sets all three"
+ASCENDING = "must be in ascending order: see BatchConfig.around"
 LADDER = "batch minimum, start, maximum (batch_min, batch_size, batch_max)"
 START = "batch minimum, start (batch_min, batch_size)"
 KEEP_PRECISION = "exchange them. To keep one precision: --method engine-amp, or PrecisionConfig(enabled=False)"

@@ -257,7 +257,7 @@ class BatchConfig(_Checked):
         super().__post_init__()
         sizes = (self.minimum, self.start, self.maximum)
         names = "batch minimum, start, maximum (batch_min, batch_size, batch_max)"
-        require(sorted(sizes) == list(sizes), names, sizes, "must be in ascending order; around() sets all three")
+        require(sorted(sizes) == list(sizes), names, sizes, "must be in ascending order: see BatchConfig.around")
         rule = f"must be at most the smallest batch, {self.minimum}: each part holds at least one sample"
         require(self.accumulate <= self.minimum, "accumulate", self.accumulate, rule)
         multiple = f"must be a multiple of granularity = {self.granularity}"
