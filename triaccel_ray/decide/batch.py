@@ -78,9 +78,9 @@ def retreat(
     """Returns a smaller batch, or one in micro-batches, if failures of this interval require it; else None.
 
     The new size is the largest of the ladder that fits on the device, lies below the size that failed and does not
-    exceed the current one. It caps the batch size for `oom_cooldown_ticks`. If the smallest size fits only in micro-
-    batches, it keeps micro-batches that are no larger than those. A step that ran, but lacked the memory to be a CUDA
-    graph, counts as failed if the batch is elastic and a smaller size is left. A batch of fixed size is split into
+    exceed the current one. It caps the batch size for `oom_cooldown_ticks`. If the smallest size fits only in
+    micro-batches, it keeps micro-batches that are no larger than those. A step that ran, but lacked the memory to be a
+    CUDA graph, counts as failed if the batch is elastic and a smaller size is left. A batch of fixed size is split into
     halves instead, unless the memory planner finds a better plan (`plans`). If the interval also has an out-of-memory
     error, only that counts.
 

@@ -72,7 +72,8 @@ def judge(config: ControlConfig, observation: Observation, state: ThroughputStat
     tolerance = _TOLERANCE
     if _is_captured(observation):
         tolerance = 0.0 if is_growth else _CAPTURED_TOLERANCE
-    slowdown = ms_per_sample / change.ms_per_sample * (state.slowdown if is_growth else 1.0)
+    before = max(change.ms_per_sample, 1e-9)  # coarse clocks of a CPU may read 0
+    slowdown = ms_per_sample / before * (state.slowdown if is_growth else 1.0)
     is_slower = slowdown > 1.0 + tolerance
     if is_slower and change.num_slower + 1 < _JUDGING_TICKS:
         return Judgement(state=replace(state, change=replace(change, num_slower=change.num_slower + 1)))

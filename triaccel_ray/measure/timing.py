@@ -26,8 +26,8 @@ class StepTimer:
 
     On a CPU it measures the calling thread's processor time. With one thread, other work on its core does not count.
     With several, this one spins while it waits for the others, so the shortest step counts in place of the median.
-    The first steps of a plan do not count: libraries prepare for its shapes in them. Timing does not wait for a
-    GPU: events are recorded, and read once the device has reached them.
+    The first steps of a plan do not count: libraries prepare for its shapes in them. Timing does not wait for a GPU:
+    events are recorded, and read once the device has reached them.
     """
 
     def __init__(self, device: torch.device) -> None:
