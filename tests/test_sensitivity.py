@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from tests.build import Wired
 from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, PrecisionConfig
+from triaccel_ray.control import sensitivity as control_sensitivity
 from triaccel_ray.control.sensitivity import _relative_change, refuse_harmful
 from triaccel_ray.cuda.random_states import host_random_state
 from triaccel_ray.records.events import Tick
@@ -258,8 +259,9 @@ def test_outputs_that_few_samples_change_are_no_masks() -> None:
     ],
 )  # fmt: skip
 def test_the_change_of_outputs_is_relative_to_what_is_no_mask(
-    before: list[float], after: list[float], change: float
+    before: list[float], after: list[float], change: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(control_sensitivity, "_PART", 2)
     assert _relative_change([torch.tensor(before)], [torch.tensor(after)]) == pytest.approx(change, rel=1e-2)
 
 

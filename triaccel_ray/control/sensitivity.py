@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from statistics import fmean
 
 import torch
@@ -27,6 +28,8 @@ from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision
 _NUM_SAMPLES_NEW, _NUM_SAMPLES_TRAINED = 8, 32
 """Samples on which a new model and one in training are checked. Logits of many long texts would take more memory than a
 step."""
+_PART = 2**24
+"""Outputs compared at once: logits of long texts would take several times the memory of a step."""
 Precisions = Mapping[str, Precision]
 
 
@@ -190,7 +193,9 @@ def _relative_change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float
     Masks are NaN or infinite in both, or low: -1e4 or -1e9, which 16 bits round, or the least number of a format.
     """
     changes, norms = list[Tensor](), list[Tensor]()
-    for one, other in zip(before, after, strict=True):
+    flat = ((one.flatten(), other.flatten()) for one, other in zip(before, after, strict=True))
+    parts = (zip(one.split(_PART), other.split(_PART), strict=True) for one, other in flat)
+    for one, other in chain.from_iterable(parts):
         is_lost = (one.isnan() & other.isnan()) | ((one == other) & one.isinf())
         is_low = (one < -5e3) & ((one - other).abs() <= 0.01 * one.abs())
         is_masked = is_lost | is_low | ((one < -1e8) & (other < -1e8))
