@@ -59,5 +59,7 @@ def test_a_group_whose_trial_is_killed_leaves_nothing_behind(tmp_path: Path) -> 
     assert trained(tmp_path, "2", kill) is None
     assert len(orphans) == 2
     assert_whole(tmp_path)
-    assert [(each.cause, each.epoch) for each in interruptions(tmp_path)] == [("preempted", 2)]
+    (interruption,) = interruptions(tmp_path)
+    assert interruption.cause == "preempted"
+    assert interruption.epoch in (1, 2)  # a slow disk has no checkpoint of the second epoch yet
     wait_until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
