@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,12 @@ class TrainedModel:
 
 
 def is_better(epoch: Epoch, earlier: Epoch, goal: Goal) -> bool:
-    """Returns whether `epoch` has a better validation metric than `earlier`, not an equal one; both were validated."""
-    figure, best = epoch.held_out(goal), earlier.held_out(goal)
-    assert figure is not None  # a run that keeps its best epoch validates each
-    assert best is not None
-    return not goal.is_reached(best, figure)
+    """Returns whether `epoch` has a better validation metric than `earlier`; an equal one, or NaN, is not better."""
+
+    def rank(each: Epoch) -> float:
+        figure = each.held_out(goal)
+        if figure is None or math.isnan(figure):
+            return -math.inf
+        return figure if goal.maximize else -figure
+
+    return rank(epoch) > rank(earlier)
