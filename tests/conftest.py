@@ -35,6 +35,12 @@ settings.register_profile("suite", deadline=None, max_examples=60)
 settings.load_profile("suite")
 
 
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several buckets of parameters, also in a small model that is updated in the backward pass."""
+    monkeypatch.setattr("triaccel_ray.apply.step_in_backward.BUCKET_ELEMENTS", 30)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _unfrozen_at_the_end() -> Iterator[None]:
     yield

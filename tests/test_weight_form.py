@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.apply.test_split_weights import EVERY, IN_BF16, OPTIMIZERS, run
-from tests.apply.test_step_in_backward import _small_buckets  # noqa: F401  # a fixture that acts on all tests
 from tests.build import Wired, blobs, cross_entropy, mlp, same, values
 from tests.data.test_iterable import Telling
 from triaccel_ray.apply.fused_optimizer import state_bytes
@@ -24,6 +23,8 @@ from triaccel_ray.records.checkpoint import load_checkpoint, save_checkpoint
 from triaccel_ray.records.events import Tick
 from triaccel_ray.records.plan import Precision, ReasonCode, WeightForm
 from triaccel_ray.records.signals import ParameterSignal
+
+pytestmark = pytest.mark.usefixtures("small_buckets")
 
 LARGE = replace(IN_BF16.batch, start=10**6, maximum=10**6)
 """A first batch that is predicted to take 400 MB, and passes as the 40 samples that there are."""

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.apply import test_split_weights
 from tests.apply.test_split_weights import EVERY, FIXED, IN_BF16, network, run, step_by_kernels
 from tests.build import FP16, LimitedGradients, RerunPool, Wired, blobs, cross_entropy, images, mlp, same, values
-from triaccel_ray.apply import step_in_backward
 from triaccel_ray.apply.step_in_backward import buckets_of
 from triaccel_ray.config import ControlConfig, LossScaleConfig
 from triaccel_ray.loop import ControlLoop
@@ -26,9 +25,7 @@ IN_WORDS = replace(IN_BF16, step_in_backward=True)
 EACH_KIND_OF_WEIGHTS = pytest.mark.parametrize("config", [IN_FP32, IN_WORDS], ids=["fp32", "split"])
 
 
-@pytest.fixture(autouse=True)
-def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_in_backward, "BUCKET_ELEMENTS", 30)
+pytestmark = pytest.mark.usefixtures("small_buckets")
 
 
 def loop_of(model: nn.Module, config: ControlConfig, *others: Any, **named: Any) -> ControlLoop:

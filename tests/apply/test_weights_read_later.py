@@ -12,7 +12,6 @@ from tests.apply.test_step_in_backward import (
     EACH_KIND_OF_WEIGHTS,
     IN_FP32,
     IN_WORDS,
-    _small_buckets,  # noqa: F401  # a fixture that acts on all tests
     after,
     assert_same_trajectory,
     loop_of,
@@ -20,6 +19,8 @@ from tests.apply.test_step_in_backward import (
 from tests.build import blobs, cross_entropy, mlp, values
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.loop import ControlLoop
+
+pytestmark = pytest.mark.usefixtures("small_buckets")
 
 
 class Detached(nn.Module):

@@ -49,13 +49,16 @@ def test_with_several_threads_the_shortest_step_counts(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(timing.time, "thread_time", lambda: now)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    timer = StepTimer(torch.device("cpu"))
+    timer, num_threads_before = StepTimer(torch.device("cpu")), torch.get_num_threads()
     for milliseconds in (50, 50, 9, 5, 1, 9, 3):
         timer.begin()
         now += milliseconds / 1e3
         timer.end(counts=True)
-    assert timer.read()() == pytest.approx(expected)
+    torch.set_num_threads(num_threads)
+    try:
+        assert timer.read()() == pytest.approx(expected)
+    finally:
+        torch.set_num_threads(num_threads_before)
 
 
 def test_steps_before_a_restart_do_not_count(timer: StepTimer) -> None:

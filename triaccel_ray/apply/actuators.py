@@ -25,8 +25,8 @@ class Actuators:
 
     @property
     def adapting_ms(self) -> float:
-        """Milliseconds spent on new plans since the run began."""
-        return self._adapting_ms + self._cache.pending_ms
+        """Milliseconds spent on new plans since the run began; 0 where no step is captured."""
+        return self._adapting_ms + self._cache.pending_ms if self._cache.tries_capture else 0.0
 
     def apply(self, plan: Plan, *, step: int) -> Applied:
         """Applies `plan`; returns the plan then in force, a fault if that is still the old one, and the cost."""
@@ -96,8 +96,7 @@ class Actuators:
         activations.set({name: Storage(each) for name, each in state["storage"].items()})
         if activations.costs is not None:
             activations.costs.load_state_dict(state.get("region_costs", []))
-        # Where no step is captured, as on a CPU, new plans cost nothing.
-        self._adapting_ms = state["adapting_ms"] if self._cache.enabled else 0.0
+        self._adapting_ms = state["adapting_ms"]
 
     def _put_in_force(self, plan: Plan) -> None:
         self._cache.step.precision.set(plan.precision)

@@ -86,6 +86,8 @@ class StepCache:
         self._autotune = config.autotune
         self.enabled = config.capture and pool.can_capture
         """Whether steps may be captured."""
+        self.tries_capture = self.enabled
+        """Whether steps are captured unless something forbids it. Elsewhere, as on a CPU, new plans cost nothing."""
         self._source, self._generator = step.sampler.source, step.sampler.generator
         self._eager_gradients = new_gradients()
         self._stream = PooledStream(self._generator.device) if pool.handle is not None else None

@@ -83,8 +83,7 @@ def refuse_harmful(
     others = {name: level for name, level in lower.items() if name not in kept}
     if together.is_harmful and (not kept or (others and check.effect_of(others).is_harmful)):
         kept = set(lower)  # the rest does harm only together
-    if training.steps.enabled:  # elsewhere, new plans cost nothing, and rules for captured steps must not apply
-        training.steps.pending_ms += 1e3 * (time.perf_counter() - start)
+    training.steps.pending_ms += 1e3 * (time.perf_counter() - start)
     faults = check.faults(step)
     if kept:
         names = ", ".join(f"{name} {in_force.precision[name]} -> {lower[name]}" for name in lower if name in kept)

@@ -168,7 +168,8 @@ class Observation:
     num_skipped_in_row: int = 0
     """Of these, skipped since the last step that was not."""
     adapting_ms: float = 0.0
-    """Milliseconds spent on new plans since the run began: first steps, compilation, captures."""
+    """Milliseconds spent on new plans since the run began: first steps, compilation, captures, checks of precisions. 0
+    where no step is captured, as on a CPU."""
     is_compiled: bool = False
     """Whether the model is compiled by `torch.compile`, which may compile it anew for other sizes."""
     samples_left: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -61,8 +62,11 @@ def open_tracker(where: Where) -> Tracker:
     """Returns the tracker, with its store checked and created if it is new.
 
     Raises:
-        TrackingUnavailableError: the store cannot be reached, or its file not be written.
+        ValueError: the storage folder cannot be written.
+        TrackingUnavailableError: the store cannot be reached.
     """
+    if where.tracking_uri is None and where.storage_path.uri is None:
+        require_storage(where.storage_path.folder, create=True)  # the SQLite file lies there
     tracker = tracker_of(where)
     tracker.prepare()
     return tracker
@@ -79,17 +83,23 @@ def tracker_of(where: Where) -> Tracker:
     return Tracker(uri, home / "artifacts")
 
 
-def require_storage(folder: Path) -> None:
-    """Checks that the storage folder is writable, or could be created.
+def require_storage(folder: Path, *, create: bool = False) -> None:
+    """Checks that the storage folder is writable, or could be created; `create` creates it.
 
     Raises:
         ValueError: it is not.
     """
-    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    way_out = "give --storage-path a folder that you may write"
-    is_folder, is_writable = os.path.isdir(nearest), os.access(nearest, os.W_OK | os.X_OK)
-    require(is_folder, "storage path", str(folder), f"cannot be used ({nearest} is not a folder); {way_out}")
-    require(is_writable, "storage path", str(folder), f"cannot be used (you may not write in {nearest}); {way_out}")
+    try:
+        nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        if not nearest.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is not a folder")
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, f"you may not write in {nearest}")
+        if create:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        rule = f"cannot be used ({error.strerror}); give --storage-path a folder that you may write"
+        raise ValueError(f"storage path = {str(folder)!r}: {rule}") from error
 
 
 def new_name(given: str | None, *parts: str) -> str:

@@ -17,7 +17,7 @@ from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.console import err
 from triaccel_ray.service.runs.record import figures_of
 from triaccel_ray.service.storage.layout import EVENTS
-from triaccel_ray.service.tracking.log_tail import Position, TruncatedLogError, lines_after
+from triaccel_ray.service.tracking.log_position import Position, TruncatedLogError, lines_after
 from triaccel_ray.service.units import format_bytes
 from triaccel_ray.trainables.task import Purpose
 

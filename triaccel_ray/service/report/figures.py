@@ -42,6 +42,11 @@ from triaccel_ray.service.report.drawing import (
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.storage.layout import EVENTS, FIGURES
 
+_LOG_FROM = 30.0
+"""Ratio of largest to smallest loss above which the axis is logarithmic: a linear one would show a flat line."""
+MOST_ROW_LABELS = 32
+"""With more layers, only every second, third, ... one is labeled."""
+
 
 def overview(
     epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig, goal: Goal, *, subtitle: str = ""
@@ -102,10 +107,6 @@ def _interval_edges(epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> list[floa
     """Returns the boundaries, in epochs, of the intervals between ticks and of the one after the last tick."""
     edges = _edges([tick.observation.epoch for tick in ticks], 0.0)
     return [*edges, max(edges[-1], epochs[-1].epoch)]
-
-
-_LOG_FROM = 30.0
-"""Ratio of largest to smallest loss above which the axis is logarithmic: a linear one would show a flat line."""
 
 
 def _draw_loss(axes: Axes, epochs: Sequence[Epoch]) -> None:
@@ -208,10 +209,6 @@ def _draw_seconds(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick]) ->
 
 def _marker(epochs: Sequence[Epoch]) -> dict[str, Any]:
     return {"marker": "o", "markersize": 4.0} if len(epochs) <= 25 else {}
-
-
-MOST_ROW_LABELS = 32
-"""With more layers, only every second, third, ... one is labeled."""
 
 
 _FIGURE_NAMES = ("overview", "precision", "memory_plan", "batch_sizes")

@@ -26,7 +26,7 @@ from triaccel_ray.service.storage.layout import (
     SPEC,
     write_value,
 )
-from triaccel_ray.service.tracking.log_tail import Position, TruncatedLogError, lines_after
+from triaccel_ray.service.tracking.log_position import Position, TruncatedLogError, lines_after
 from triaccel_ray.service.tracking.metrics import RESULT, metrics_of, params_of, step_of, tags_of
 from triaccel_ray.service.tracking.shipped import Shipped, read_shipped
 from triaccel_ray.service.tracking.tracking import Tracker

@@ -9,7 +9,7 @@ from pathlib import Path
 from triaccel_ray.records.codec import decode
 from triaccel_ray.records.events import LogError
 from triaccel_ray.service.storage.layout import SHIPPED
-from triaccel_ray.service.tracking.log_tail import Position
+from triaccel_ray.service.tracking.log_position import Position
 
 
 @dataclass(frozen=True, kw_only=True)

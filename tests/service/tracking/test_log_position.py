@@ -5,8 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from triaccel_ray.service.tracking import log_tail
-from triaccel_ray.service.tracking.log_tail import Position, TruncatedLogError, lines_after
+from triaccel_ray.service.tracking import log_position
+from triaccel_ray.service.tracking.log_position import Position, TruncatedLogError, lines_after
 
 actions = st.lists(st.tuples(st.sampled_from(("append", "cut", "read")), st.integers(0, 8)), max_size=25)
 
@@ -16,7 +16,7 @@ actions = st.lists(st.tuples(st.sampled_from(("append", "cut", "read")), st.inte
 def test_every_line_is_seen_after_any_cuts_and_growth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, actions: list[tuple[str, int]], block_bytes: int
 ) -> None:
-    monkeypatch.setattr(log_tail, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(log_position, "BLOCK_BYTES", block_bytes)
     path, position, numbers = tmp_path / "log", Position(), itertools.count()
     written: list[bytes] = []
     seen: list[bytes] = []
