@@ -1,6 +1,7 @@
-"""Which code unequal blocks and whole models run for which sizes; on a CPU, as PyTorch traces it, and on a GPU."""
+"""Which code blocks and whole models run for which sizes; on a CPU, as PyTorch traces it, and on a GPU."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,17 +23,22 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
     return record
 
 
+def shapes(graph: torch.fx.GraphModule) -> list[torch.Size]:
+    """Shapes of the tensors that enter a graph; dynamic sizes are symbols."""
+    values = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+    return [value.shape for value in values if isinstance(value, torch.Tensor)]
+
+
 def test_of_unequal_blocks_only_the_batch_dimension_is_dynamic(recording: Recording) -> None:
     """Blocks of equal shapes share code. Maps of other sizes get code of their own; a third batch size does not."""
     model = nn.Sequential(Block(4), Wired(lambda self, x: x[:, ::2].contiguous()), Block(4), Block(4))
-    compilation = Compilation(model, [model[0], model[2], model[3]], are_equal=False)
+    compilation = Compilation(model, [model[0], model[2], model[3]], any_size=False)
     for size in (3, 5, 7):
         with compilation.in_force():
             compilation.forward_of(None)(torch.ones(size, 10, 4, requires_grad=True)).sum().backward()
     assert len(recording.graphs) == 4  # for the first batch size, then for any other
     for graph, length in zip(recording.graphs[2:], (10, 5), strict=True):
-        entered = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
-        maps = [each.shape for each in entered if isinstance(each, torch.Tensor) and each.dim() == 3]
+        maps = [shape for shape in shapes(graph) if len(shape) == 3]
         assert {type(shape[0]) for shape in maps} == {torch.SymInt}
         assert {type(size) for shape in maps for size in shape[1:]} == {int}
         assert {shape[1] for shape in maps} == {length}
@@ -43,7 +49,7 @@ def test_of_unequal_blocks_only_the_batch_dimension_is_dynamic(recording: Record
 @pytest.mark.parametrize("dimension", [0, 1])
 def test_sizes_that_vary_become_dynamic_at_the_second(dimension: int, recording: Recording) -> None:
     model = nn.Sequential(Block(4), Block(4))
-    compilation = Compilation(model, list(model), are_equal=False)
+    compilation = Compilation(model, list(model), any_size=False)
     for size in (12, 9, 7, 5):
         shape = [12, 12, 4]
         shape[dimension] = size
@@ -59,7 +65,7 @@ def test_the_first_sizes_of_unequal_blocks_and_of_a_whole_model_keep_their_code(
 ) -> None:
     """Micro-batches that were tried and undone must not leave the whole batch with the slower code for any size."""
     model = nn.Sequential(Block(4), Block(4))
-    compilation = Compilation(model, list(model)[:num_blocks], are_equal=False)
+    compilation = Compilation(model, list(model)[:num_blocks], any_size=False)
     for size in (12, 6, 12, 3, 12):
         inputs = torch.ones(size, 4, requires_grad=True)
         with compilation.in_force():
@@ -75,7 +81,7 @@ def test_only_training_passes_set_the_first_sizes(recording: Recording) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(Block(16), Block(16)), nn.Linear(16, 10))
     data = torch.randn(192, 8), torch.randint(0, 10, (192,))
     loop = loop_of(model, fixed(FP32), data=data)
-    loop._training.steps.step.compilation = Compilation(model, list(model[1]), are_equal=False)
+    loop._training.steps.step.compilation = Compilation(model, list(model[1]), any_size=False)
     expected = model(data[0][:5])
     loop.evaluate((data[0][:7], data[1][:7]))
     assert recording.graphs == []
@@ -86,6 +92,23 @@ def test_only_training_passes_set_the_first_sizes(recording: Recording) -> None:
     assert recording.calls == [0] * 12
     assert not torch.equal(model(data[0][:5]), expected)
     loop.close()
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_equal_blocks_have_code_for_the_size_of_a_fixed_batch_and_for_any_of_one_that_grows(
+    grows: bool, recording: Recording
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(Block(16), Block(16)), nn.Linear(16, 10))
+    config = fixed(FP32)
+    config = replace(config, batch=replace(config.batch, enabled=grows))
+    loop = loop_of(model, config, data=(torch.randn(160, 8), torch.randint(0, 10, (160,))))  # 2.5 batches
+    loop._training.steps.step.compilation = loop._training._compile()
+    for _ in range(2):
+        loop.train_epoch()
+    loop.close()
+    assert recording.calls == ([0] * 6 if grows else [0, 0, 0, 0, 1, 1]) * 2
+    is_dynamic = [any(isinstance(size, torch.SymInt) for size in sum(shapes(each), ())) for each in recording.graphs]
+    assert is_dynamic == ([True] if grows else [False, True])
 
 
 class Separable(nn.Sequential):

@@ -76,10 +76,12 @@ class _Variants:
 class Compilation:
     """Compiles a model's training passes with Inductor; evaluation and curvature run it uncompiled.
 
-    * **Equal blocks** share one code with dynamic sizes: a new batch size or length needs no recompilation.
-    * **Unequal blocks** are compiled for the sizes of their first call. Other sizes, also of a batch that grows, get a
-      second, slower variant. Only sizes that vary are dynamic in it: with all dynamic, PyTorch traces a Swin four times
-      as long, and cannot compile a PVT.
+    * **Equal blocks** share one code. If the batch may change, all sizes are dynamic: a new batch size or length needs
+      no recompilation.
+    * **Equal blocks of a fixed batch, and unequal ones,** are compiled for the sizes of their first call. Other sizes,
+      such as those of a short last batch, get a second, slower variant. Only sizes that vary are dynamic in it: with
+      all dynamic, PyTorch traces a Swin four times as long, and cannot compile a PVT. For dynamic sizes, Inductor does
+      not work out which tiles access memory in order: an MLP-Mixer, which transposes, is slower with them.
     * **Without blocks**, the model is compiled as a whole, likewise for its first sizes, and for others.
     * **The loss** of many outputs, such as a language model's, is compiled together with their casts to FP32, so that
       no FP32 copy of them is stored.
@@ -93,13 +95,13 @@ class Compilation:
         model: nn.Module,
         blocks: Sequence[nn.Module] = (),
         *,
-        are_equal: bool = True,
+        any_size: bool = True,
         spares_memory: bool = False,
     ) -> None:
-        """Compiles the model's `blocks`, which `are_equal` or not, or the whole model if there are none.
+        """Compiles the model's `blocks`, or the whole model if there are none.
 
-        With `spares_memory`, Inductor times kernels without clearing the L2 cache, which would take a buffer of its
-        size.
+        With `any_size`, blocks, which must then be equal, get code with dynamic sizes only. With `spares_memory`,
+        Inductor times kernels without clearing the L2 cache, which would take a buffer of its size.
         """
         if torch.cuda.is_available():
             share_kernel_cache()
@@ -109,9 +111,9 @@ class Compilation:
         self._whole = None if blocks else _Variants(model)
         self._is_in_force = False
         self._compiled = [*self.blocks, *_norms_and_embeddings_outside(model, self.blocks)] if self.blocks else []
-        self._are_equal = are_equal
+        self._any_size = any_size
         for module in self._compiled:
-            if are_equal:
+            if any_size:
                 module.compile(dynamic=True)
             else:
                 # The attribute is private. A forward pre-hook, which is public, would be compiled, too.
@@ -178,8 +180,8 @@ class Compilation:
             recompile_limit=_RECOMPILE_LIMIT,
             fail_on_recompile_limit_hit=True,
             skip_fwd_side_effects_in_bwd_under_checkpoint=True,
-            # Blocks share one code object: a size that differs between unequal ones would become dynamic.
-            automatic_dynamic_shapes=self._are_equal or not self.blocks,
+            # Blocks share one code object: a size that differs between calls would become dynamic.
+            automatic_dynamic_shapes=self._any_size or not self.blocks,
         )
         before, self._is_in_force = self._is_in_force, True
         with patched, _timing_without_l2_flush() if self._spares_memory else contextlib.nullcontext():

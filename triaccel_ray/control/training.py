@@ -257,7 +257,8 @@ class Training:
             self._note(FaultKind.COMPILED, "compile", "the model is compiled already: it stays as it is")
             return None
         blocks, are_equal, reason = self._blocks_to_compile()
-        compilation = Compilation(self.model, blocks, are_equal=are_equal, spares_memory=self.memory.has_budget)
+        any_size = are_equal and (self._config.batch.enabled or self.memory.has_budget or not self.ranks.is_alone)
+        compilation = Compilation(self.model, blocks, any_size=any_size, spares_memory=self.memory.has_budget)
         self._note(FaultKind.COMPILED, "compile", f"{compilation}: {reason}")
         return compilation
 
