@@ -287,8 +287,8 @@ class ExecutionConfig(_Checked):
     """Whether steps are captured as CUDA graphs. Python code of the model and the loss then runs only during capture:
     switch this off for a model whose forward pass depends on changing Python state."""
     compile: Compile = "auto"
-    """When to use `torch.compile`. `auto`: on a GPU, for a model without fused norms: its repeated blocks, or all of
-    it. `on`: for the whole of any model, on a CPU, too. `off`: never."""
+    """When to use `torch.compile`. `auto`: on a GPU, for a model without fused norms, or with few: its repeated blocks,
+    or all of it. `on`: for the whole of any model, on a CPU, too. `off`: never."""
     fuse: bool = True
     """Whether batch normalization, residual sum and activation run as one kernel, the gate of squeeze-and-excitation as
     another, and depthwise convolutions as Triton kernels."""

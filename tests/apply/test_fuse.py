@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.apply.captured import fixed, loop_of
 from tests.apply.fusible import Block, fused, step
-from tests.build import BF16, FP16, controlled, same, values
+from tests.build import BF16, FP16, FP32, Wired, controlled, same, values
 from triaccel_ray.apply.fuse import Fusion
 from triaccel_ray.apply.fused_norm import RecomputedInput
 from triaccel_ray.trainables.models import efficientnet_b0, resnet18
@@ -32,6 +33,36 @@ def _assert_same(model: nn.Module, x: Tensor) -> Fusion:
 
 
 IMAGES = torch.randn(3, 4, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+def hybrid() -> nn.Module:
+    """A transformer behind convolutions with batch norms."""
+    stem = [each for width in (3, 8) for each in (nn.Conv2d(width, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    pixels = Wired(lambda self, x: x.flatten(2).transpose(1, 2))
+    return nn.Sequential(*stem, pixels, encoder, Wired(lambda self, x: x.mean(1)), nn.Linear(8, 10))
+
+
+@pytest.mark.parametrize(
+    ("model", "number"),
+    [(resnet18(10, "cifar"), 20), (efficientnet_b0(10), 49), (hybrid(), None)],
+    ids=["ResNet", "EfficientNet", "hybrid"],
+)
+@pytest.mark.parametrize("compile_", ["auto", "off"])
+def test_a_model_with_few_batch_norms_is_compiled_unless_that_is_off(
+    model: nn.Module, number: int | None, compile_: str
+) -> None:
+    data = torch.randn(64, 3, 32, 32), torch.zeros(64).long()
+    with loop_of(model, fixed(FP32, compile=compile_), data=data) as loop:
+        before = len(loop._training.faults)
+        fusion = loop._training._fuse()
+        notes = [fault.detail for fault in loop._training.faults[before:]]
+    if number is None and compile_ == "auto":
+        assert fusion is None
+        assert notes == ["2 batch norms for 9 layers are not fused: the model is faster compiled"]
+    else:
+        assert len(fusion.norms) == (number or 2)
+        assert notes == [f"the model is not compiled: fused batch norms ({number}) are faster"] * (compile_ == "auto")
 
 
 def test_resnet_is_fused_whole_and_its_forks_too() -> None:

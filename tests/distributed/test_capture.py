@@ -266,11 +266,13 @@ class Stages(nn.Sequential):
 
 
 def compiled_blocks(rank: int) -> tuple[int, bool]:
-    """How many blocks of unequal ones are compiled, each for itself, and whether they are taken for equal."""
+    """How many blocks of unequal ones are compiled, each for itself, and whether with dynamic sizes only."""
     loop, _ = loop_of(Stages(), blobs(24), fixed(12))
-    blocks, are_equal, _ = loop._training._blocks_to_compile()
+    compilation = loop._training._compile()
+    num_blocks, any_size = len(compilation.blocks), compilation._any_size
+    compilation.remove()
     loop.close()
-    return len(blocks), are_equal
+    return num_blocks, any_size
 
 
 def test_several_ranks_compile_unequal_blocks_one_by_one(workers: WorkerPool) -> None:

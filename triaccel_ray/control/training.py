@@ -15,7 +15,7 @@ from triaccel_ray.apply.agreement import Agreement
 from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.apply.compile import Compilation, is_compiled
 from triaccel_ray.apply.divide import divide
-from triaccel_ray.apply.fuse import Fusion, fuse
+from triaccel_ray.apply.fuse import MIN_NORMS_PER_LAYER, Fusion, fuse
 from triaccel_ray.apply.fused_optimizer import without_kernel_because
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer, watched_parameters
@@ -41,7 +41,7 @@ from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.model.dry_run import require_working
 from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import Loss, find_layers, require_trainable, to_channels_last, weights_outside_layers
-from triaccel_ray.model.regions import find_regions, have_large_depthwise_convolutions, repeated_blocks
+from triaccel_ray.model.regions import blocks_to_compile, find_regions
 from triaccel_ray.records.plan import Fault, FaultKind, Precision, Storage
 from triaccel_ray.records.signals import ParameterSignal
 
@@ -256,34 +256,18 @@ class Training:
         if is_compiled(self.model):
             self._note(FaultKind.COMPILED, "compile", "the model is compiled already: it stays as it is")
             return None
-        blocks, are_equal, reason = self._blocks_to_compile()
+        execution = self._config.execution
+        # Activations may not be kept if memory is limited.
+        is_divided = self.memory.has_budget if execution.activations == "auto" else execution.activations != "keep"
+        blocks, are_equal, reason = (
+            ((), False, "as asked")
+            if execution.compile == "on"
+            else blocks_to_compile(self.model, is_divided=is_divided, num_ranks=self.ranks.world_size)
+        )
         any_size = are_equal and (self._config.batch.enabled or self.memory.has_budget or not self.ranks.is_alone)
         compilation = Compilation(self.model, blocks, any_size=any_size, spares_memory=self.memory.has_budget)
         self._note(FaultKind.COMPILED, "compile", f"{compilation}: {reason}")
         return compilation
-
-    def _blocks_to_compile(self) -> tuple[tuple[nn.Module, ...], bool, str]:
-        """Returns blocks to compile one by one, empty to compile the whole, whether they are equal, and the reason."""
-        if self._config.execution.compile == "on":
-            return (), False, "as asked"
-        if blocks := repeated_blocks(self.model):
-            return blocks, True, "its blocks repeat"
-        regions = find_regions(self.model)
-        if self._needs_regions:
-            reason = "what becomes of their activations can be chosen"
-        elif not self.ranks.is_alone:
-            reason = "so that gradients are sent during the backward pass"
-        elif have_large_depthwise_convolutions(regions):
-            reason = "depthwise convolutions larger than 3 x 3 run faster so"
-        else:
-            return (), False, "it does not consist of equal blocks"
-        return tuple(regions.values()), False, reason if regions else "it has no blocks of several layers"
-
-    @property
-    def _needs_regions(self) -> bool:
-        """Whether activations are not to be kept, or may not be because memory is limited."""
-        chosen = self._config.execution.activations
-        return self.memory.has_budget if chosen == "auto" else chosen != "keep"
 
     def _activations(self, fusion: Fusion | None, compilation: Compilation | None) -> Activations:
         """Returns the storage of compiled blocks or model regions; notes if one is asked for without any."""
@@ -312,20 +296,26 @@ class Training:
         return Activations({}, self.device)
 
     def _fuse(self) -> Fusion | None:
-        """Returns the model with its norms fused; None if it has no norms or, with a note, if fusing is refused."""
-        if not any(isinstance(module, nn.BatchNorm2d) for module in self.model.modules()):
+        """Returns the model with its norms fused; None if it has no norms or, with a note, if it is better compiled."""
+        num_norms = sum(isinstance(module, nn.BatchNorm2d) for module in self.model.modules())
+        modules = [module for layer in self.layers for module in layer.modules]
+        may_compile = self._config.execution.compile == "auto"
+        if may_compile and 0 < num_norms < MIN_NORMS_PER_LAYER * len(modules):
+            text = f"{num_norms} batch norms for {len(modules)} layers are not fused: the model is faster compiled"
+            self._note(FaultKind.COMPILED, "compile", text)
+            return None
+        if not num_norms:
             return None
         if not self.model.training:
             self.model.train()
-        modules = [module for layer in self.layers for module in layer.modules]
         fused = fuse(self.model, modules, recompute=self._config.execution.recompute)
-        if isinstance(fused, Fusion):
-            if self._config.execution.compile == "auto":
-                text = f"the model is not compiled: fused batch norms ({len(fused.norms)}) are faster"
-                self._note(FaultKind.COMPILED, "compile", text)
-            return fused
-        self._note(FaultKind.FUSION_REFUSED, "fuse", fused.reason)
-        return None
+        if not isinstance(fused, Fusion):
+            self._note(FaultKind.FUSION_REFUSED, "fuse", fused.reason)
+            return None
+        if may_compile:
+            text = f"the model is not compiled: fused batch norms ({len(fused.norms)}) are faster"
+            self._note(FaultKind.COMPILED, "compile", text)
+        return fused
 
     def _note_limitations(self, slow: Mapping[Precision, str]) -> None:
         """Notes what the loop leaves unchanged, or cannot do as requested."""

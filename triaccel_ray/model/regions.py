@@ -30,6 +30,25 @@ _MAX_SMALL_FILTER = 3 * 3
 Call = Callable[..., Any]
 
 
+def blocks_to_compile(model: nn.Module, *, is_divided: bool, num_ranks: int) -> tuple[tuple[nn.Module, ...], bool, str]:
+    """Returns the blocks to compile one by one, empty to compile the whole, whether they are equal, and the reason.
+
+    The model `is_divided` if what becomes of activations can be chosen per region; `num_ranks` processes train it.
+    """
+    if blocks := repeated_blocks(model):
+        return blocks, True, "its blocks repeat"
+    regions = find_regions(model)
+    if is_divided:
+        reason = "what becomes of their activations can be chosen"
+    elif num_ranks > 1:
+        reason = "so that gradients are sent during the backward pass"
+    elif have_large_depthwise_convolutions(regions):
+        reason = "depthwise convolutions larger than 3 x 3 run faster so"
+    else:
+        return (), False, "it does not consist of equal blocks"
+    return tuple(regions.values()), False, reason if regions else "it has no blocks of several layers"
+
+
 def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     """Returns the largest blocks that the model repeats, in module order; empty if it does not consist of such blocks.
 
