@@ -287,11 +287,11 @@ class ExecutionConfig(_Checked):
     """Whether steps are captured as CUDA graphs. Python code of the model and the loss then runs only during capture:
     switch this off for a model whose forward pass depends on changing Python state."""
     compile: Compile = "auto"
-    """When to use `torch.compile`. `auto`: on a GPU, for a model without fused norms, or with few: its repeated blocks,
-    or all of it. `on`: for the whole of any model, on a CPU, too. `off`: never."""
+    """When to use `torch.compile`. `auto`: on a GPU, for a model whose norms are not fused: its repeated blocks, or all
+    of it. `on`: for the whole of any model, on a CPU, too. `off`: never."""
     fuse: bool = True
     """Whether batch normalization, residual sum and activation run as one kernel, the gate of squeeze-and-excitation as
-    another, and depthwise convolutions as Triton kernels."""
+    another, depthwise convolutions as Triton kernels; with `compile` `auto`, not if few layers have a BatchNorm2d."""
     recompute: bool = True
     """Whether a fused kernel's output that only one convolution reads is recomputed in the backward pass."""
     activations: Activations = "auto"

@@ -60,9 +60,7 @@ def test_sizes_that_vary_become_dynamic_at_the_second(dimension: int, recording:
 
 
 @pytest.mark.parametrize("num_blocks", [2, 0])
-def test_the_first_sizes_of_unequal_blocks_and_of_a_whole_model_keep_their_code(
-    num_blocks: int, recording: Recording
-) -> None:
+def test_the_first_sizes_of_blocks_and_of_a_whole_model_keep_their_code(num_blocks: int, recording: Recording) -> None:
     """Micro-batches that were tried and undone must not leave the whole batch with the slower code for any size."""
     model = nn.Sequential(Block(4), Block(4))
     compilation = Compilation(model, list(model)[:num_blocks], any_size=False)
@@ -94,21 +92,52 @@ def test_only_training_passes_set_the_first_sizes(recording: Recording) -> None:
     loop.close()
 
 
-@pytest.mark.parametrize("grows", [False, True])
-def test_equal_blocks_have_code_for_the_size_of_a_fixed_batch_and_for_any_of_one_that_grows(
-    grows: bool, recording: Recording
+class Scaled(Block):
+    """A block with a number of its own."""
+
+    def __init__(self, width: int, scale: float) -> None:
+        super().__init__(width)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize(("any_size", "number"), [(True, 1), (False, 8)])
+def test_blocks_that_differ_in_a_number_share_code_only_if_it_is_for_any_size(
+    any_size: bool, number: int, recording: Recording
+) -> None:
+    model = nn.Sequential(*(Scaled(4, 0.5 + index / 8) for index in range(8)))
+    compilation = Compilation(model, list(model), any_size=any_size)
+    inputs = torch.randn(6, 4, requires_grad=True)
+    expected = inputs
+    for block in model:
+        expected = block._call_impl(expected)
+    for _ in range(2):
+        with compilation.in_force():
+            outputs = compilation.forward_of(inputs)(inputs)
+        torch.testing.assert_close(outputs, expected)
+    assert len(recording.graphs) == number
+    compilation.remove()
+
+
+@pytest.mark.parametrize(("grows", "headroom"), [(False, None), (True, None), (False, 8 * 2**30)])
+def test_equal_blocks_have_code_for_the_size_of_a_fixed_batch_and_for_any_of_one_that_may_change(
+    grows: bool, headroom: int | None, recording: Recording
 ) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(Block(16), Block(16)), nn.Linear(16, 10))
     config = fixed(FP32)
     config = replace(config, batch=replace(config.batch, enabled=grows))
-    loop = loop_of(model, config, data=(torch.randn(160, 8), torch.randint(0, 10, (160,))))  # 2.5 batches
+    data = torch.randn(160, 8), torch.randint(0, 10, (160,))  # 2.5 batches
+    loop = loop_of(model, config, data=data, memory_headroom=headroom)
     loop._training.steps.step.compilation = loop._training._compile()
     for _ in range(2):
         loop.train_epoch()
     loop.close()
-    assert recording.calls == ([0] * 6 if grows else [0, 0, 0, 0, 1, 1]) * 2
+    may_change = grows or headroom is not None
+    assert recording.calls == ([0] * 6 if may_change else [0, 0, 0, 0, 1, 1]) * 2
     is_dynamic = [any(isinstance(size, torch.SymInt) for size in sum(shapes(each), ())) for each in recording.graphs]
-    assert is_dynamic == ([True] if grows else [False, True])
+    assert is_dynamic == ([True] if may_change else [False, True])
 
 
 class Separable(nn.Sequential):

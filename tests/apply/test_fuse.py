@@ -8,11 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.apply.captured import fixed, loop_of
+from tests.apply.captured import fault_messages, fixed, images, loop_of
 from tests.apply.fusible import Block, fused, step
-from tests.build import BF16, FP16, FP32, Wired, controlled, same, values
+from tests.build import BF16, FP16, FP32, controlled, same, values
 from triaccel_ray.apply.fuse import Fusion
 from triaccel_ray.apply.fused_norm import RecomputedInput
+from triaccel_ray.control.weight_form import _is_to_be_compiled
+from triaccel_ray.model.layers import find_layers
 from triaccel_ray.trainables.models import efficientnet_b0, resnet18
 
 
@@ -35,34 +37,49 @@ def _assert_same(model: nn.Module, x: Tensor) -> Fusion:
 IMAGES = torch.randn(3, 4, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
-def hybrid() -> nn.Module:
-    """A transformer behind convolutions with batch norms."""
-    stem = [each for width in (3, 8) for each in (nn.Conv2d(width, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
-    pixels = Wired(lambda self, x: x.flatten(2).transpose(1, 2))
-    return nn.Sequential(*stem, pixels, encoder, Wired(lambda self, x: x.mean(1)), nn.Linear(8, 10))
+def with_layers(number: int) -> nn.Module:
+    """One convolution with a batch norm, then linear layers: so many layers in all."""
+    linear = [each for _ in range(number - 2) for each in (nn.Linear(8, 8), nn.ReLU())]
+    stem = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*stem, *linear, nn.Linear(8, 10))
 
 
+@pytest.mark.parametrize("compile_", ["auto", "off"])
 @pytest.mark.parametrize(
     ("model", "number"),
-    [(resnet18(10, "cifar"), 20), (efficientnet_b0(10), 49), (hybrid(), None)],
-    ids=["ResNet", "EfficientNet", "hybrid"],
+    [(resnet18(10, "cifar"), 20), (efficientnet_b0(10), 49), (with_layers(3), 1), (with_layers(4), 0)],
+    ids=["ResNet", "EfficientNet", "a third", "fewer"],
 )
-@pytest.mark.parametrize("compile_", ["auto", "off"])
-def test_a_model_with_few_batch_norms_is_compiled_unless_that_is_off(
-    model: nn.Module, number: int | None, compile_: str
+def test_batch_norms_of_fewer_than_every_third_layer_are_not_fused_unless_compile_is_off(
+    model: nn.Module, number: int, compile_: str
 ) -> None:
-    data = torch.randn(64, 3, 32, 32), torch.zeros(64).long()
-    with loop_of(model, fixed(FP32, compile=compile_), data=data) as loop:
+    config, data = fixed(FP32, compile=compile_), (torch.randn(64, 3, 32, 32), torch.zeros(64).long())
+    with loop_of(model, config, data=data) as loop:
         before = len(loop._training.faults)
         fusion = loop._training._fuse()
         notes = [fault.detail for fault in loop._training.faults[before:]]
-    if number is None and compile_ == "auto":
+    is_compiled = not number and compile_ == "auto"
+    assert _is_to_be_compiled(model, find_layers(model), config, torch.device("cuda")) == is_compiled
+    if is_compiled:
         assert fusion is None
-        assert notes == ["2 batch norms for 9 layers are not fused: the model is faster compiled"]
+        assert notes == ["1 BatchNorm2d for 4 layers are not fused: the model is faster compiled"]
     else:
-        assert len(fusion.norms) == (number or 2)
+        assert len(fusion.norms) == (number or 1)
         assert notes == [f"the model is not compiled: fused batch norms ({number}) are faster"] * (compile_ == "auto")
+
+
+@pytest.mark.gpu
+def test_a_model_with_few_batch_norms_is_compiled_and_captured() -> None:
+    ticks: list[Any] = []
+    loop = loop_of(with_layers(4).cuda(), fixed(BF16, compile="auto"), data=images(640), on_tick=ticks.append)
+    losses = [loop.train_epoch().loss for _ in range(3)]
+    assert losses[2] < losses[0]
+    assert [each for each in fault_messages(ticks) if "compiled" in each] == [
+        "compiled: 1 BatchNorm2d for 4 layers are not fused: the model is faster compiled",
+        "compiled: Sequential compiled as a whole: it does not consist of equal blocks",
+    ]
+    assert loop._training.steps.num_captured == 1
+    loop.close()
 
 
 def test_resnet_is_fused_whole_and_its_forks_too() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.apply.compiled import Block
 from tests.build import BF16, FP32, Rerun, RerunPool, blobs, cross_entropy, loop_of, mlp, run
 from tests.distributed.training import Unsteady, assert_close, fixed, listed, trained
 from tests.distributed.worker_pool import WorkerPool
@@ -265,9 +266,14 @@ class Stages(nn.Sequential):
         super().__init__(*(nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in ((8, 16), (16, 32))), nn.Linear(32, 4))
 
 
-def compiled_blocks(rank: int) -> tuple[int, bool]:
-    """How many blocks of unequal ones are compiled, each for itself, and whether with dynamic sizes only."""
-    loop, _ = loop_of(Stages(), blobs(24), fixed(12))
+class Equal(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Sequential(Block(8), Block(8)), nn.Linear(8, 4))
+
+
+def compiled_blocks(rank: int, kind: type[nn.Module]) -> tuple[int, bool]:
+    """How many blocks are compiled, each for itself, and whether with dynamic sizes only."""
+    loop, _ = loop_of(kind(), blobs(24), fixed(12))
     compilation = loop._training._compile()
     num_blocks, any_size = len(compilation.blocks), compilation._any_size
     compilation.remove()
@@ -275,9 +281,11 @@ def compiled_blocks(rank: int) -> tuple[int, bool]:
     return num_blocks, any_size
 
 
-def test_several_ranks_compile_unequal_blocks_one_by_one(workers: WorkerPool) -> None:
-    assert workers.run(1, compiled_blocks) == [(0, False)]
-    assert workers.run(2, compiled_blocks) == [(2, False)] * 2
+def test_several_ranks_compile_unequal_blocks_one_by_one_and_equal_ones_for_any_size(workers: WorkerPool) -> None:
+    assert workers.run(1, compiled_blocks, Stages) == [(0, False)]
+    assert workers.run(2, compiled_blocks, Stages) == [(2, False)] * 2
+    assert workers.run(1, compiled_blocks, Equal) == [(2, False)]
+    assert workers.run(2, compiled_blocks, Equal) == [(2, True)] * 2
 
 
 def opened(rank: int) -> dict[str, Any]:

@@ -80,8 +80,9 @@ class Compilation:
       no recompilation.
     * **Equal blocks of a fixed batch, and unequal ones,** are compiled for the sizes of their first call. Other sizes,
       such as those of a short last batch, get a second, slower variant. Only sizes that vary are dynamic in it: with
-      all dynamic, PyTorch traces a Swin four times as long, and cannot compile a PVT. For dynamic sizes, Inductor does
-      not work out which tiles access memory in order: an MLP-Mixer, which transposes, is slower with them.
+      all dynamic, PyTorch traces a Swin four times as long, and cannot compile a PVT. Blocks that differ in a number of
+      their own, such as a rate, then share no code. In PyTorch 2.11, Inductor's choice of tiles does not apply to
+      dynamic sizes, with which an MLP-Mixer, which transposes, is slower.
     * **Without blocks**, the model is compiled as a whole, likewise for its first sizes, and for others.
     * **The loss** of many outputs, such as a language model's, is compiled together with their casts to FP32, so that
       no FP32 copy of them is stored.

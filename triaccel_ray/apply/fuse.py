@@ -17,8 +17,6 @@ from triaccel_ray.apply.fused_norm import FusedNorm, RecomputedInput
 from triaccel_ray.apply.trace import INPLACE_OPERATORS, Refusal, Trace, called, is_plain, trace
 from triaccel_ray.kernels.batch_norm_act.reference import Activation
 
-MIN_NORMS_PER_LAYER = 1 / 3
-"""Batch norms per layer from which a model is faster with fused norms than compiled (docs/benchmarks.md)."""
 _ACTIVATION_MODULES: Mapping[type[nn.Module], Activation] = {
     nn.ReLU: "relu",
     nn.ReLU6: "relu6",

@@ -15,7 +15,7 @@ from triaccel_ray.apply.agreement import Agreement
 from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.apply.compile import Compilation, is_compiled
 from triaccel_ray.apply.divide import divide
-from triaccel_ray.apply.fuse import MIN_NORMS_PER_LAYER, Fusion, fuse
+from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.apply.fused_optimizer import without_kernel_because
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer, watched_parameters
@@ -41,7 +41,7 @@ from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.model.dry_run import require_working
 from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import Loss, find_layers, require_trainable, to_channels_last, weights_outside_layers
-from triaccel_ray.model.regions import blocks_to_compile, find_regions
+from triaccel_ray.model.regions import blocks_to_compile, find_regions, unfused_because
 from triaccel_ray.records.plan import Fault, FaultKind, Precision, Storage
 from triaccel_ray.records.signals import ParameterSignal
 
@@ -182,7 +182,7 @@ class Training:
     def _build_steps(self, buckets: Sequence[Sequence[int]] | None) -> StepCache:
         """Returns the step cache.
 
-        On a GPU, the norms of a BatchNorm network are fused. A model without them, or not traceable, is compiled.
+        On a GPU, norms are fused if there are enough. A model with few or none, or not traceable, is compiled.
         """
         execution = self._config.execution
         on_gpu = self.device.type == "cuda"
@@ -257,12 +257,11 @@ class Training:
             self._note(FaultKind.COMPILED, "compile", "the model is compiled already: it stays as it is")
             return None
         execution = self._config.execution
-        # Activations may not be kept if memory is limited.
-        is_divided = self.memory.has_budget if execution.activations == "auto" else execution.activations != "keep"
+        frees = self.memory.has_budget if execution.activations == "auto" else execution.activations != "keep"
         blocks, are_equal, reason = (
             ((), False, "as asked")
             if execution.compile == "on"
-            else blocks_to_compile(self.model, is_divided=is_divided, num_ranks=self.ranks.world_size)
+            else blocks_to_compile(self.model, may_free_activations=frees, num_ranks=self.ranks.world_size)
         )
         any_size = are_equal and (self._config.batch.enabled or self.memory.has_budget or not self.ranks.is_alone)
         compilation = Compilation(self.model, blocks, any_size=any_size, spares_memory=self.memory.has_budget)
@@ -296,18 +295,16 @@ class Training:
         return Activations({}, self.device)
 
     def _fuse(self) -> Fusion | None:
-        """Returns the model with its norms fused; None if it has no norms or, with a note, if it is better compiled."""
-        num_norms = sum(isinstance(module, nn.BatchNorm2d) for module in self.model.modules())
-        modules = [module for layer in self.layers for module in layer.modules]
-        may_compile = self._config.execution.compile == "auto"
-        if may_compile and 0 < num_norms < MIN_NORMS_PER_LAYER * len(modules):
-            text = f"{num_norms} batch norms for {len(modules)} layers are not fused: the model is faster compiled"
-            self._note(FaultKind.COMPILED, "compile", text)
+        """Returns the model with its norms fused; None if it has none or, with a note, few, or if fusing is refused."""
+        if not any(isinstance(module, nn.BatchNorm2d) for module in self.model.modules()):
             return None
-        if not num_norms:
+        may_compile = self._config.execution.compile == "auto"
+        if may_compile and (reason := unfused_because(self.model, self.layers)):
+            self._note(FaultKind.COMPILED, "compile", reason)
             return None
         if not self.model.training:
             self.model.train()
+        modules = [module for layer in self.layers for module in layer.modules]
         fused = fuse(self.model, modules, recompute=self._config.execution.recompute)
         if not isinstance(fused, Fusion):
             self._note(FaultKind.FUSION_REFUSED, "fuse", fused.reason)

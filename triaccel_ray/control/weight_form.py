@@ -23,6 +23,7 @@ from triaccel_ray.measure.saved_bytes import counting_saved_bytes
 from triaccel_ray.model.dry_run import require_working, two_samples
 from triaccel_ray.model.gradients import has_hooks
 from triaccel_ray.model.layers import Layer, Loss
+from triaccel_ray.model.regions import unfused_because
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.records.signals import ParameterSignal
@@ -90,7 +91,7 @@ def _precisions(
     model: nn.Module, layers: Sequence[Layer], config: ControlConfig, device: torch.device
 ) -> tuple[dict[str, Precision], bool]:
     """Returns the precision in which each layer starts, and whether any may compute in FP16 later."""
-    compiled = is_compiled(model) or _is_to_be_compiled(model, config, device)
+    compiled = is_compiled(model) or _is_to_be_compiled(model, layers, config, device)
     in_fp8 = fp8_layers(layers, config.precision, device)
     without = refused_precisions(config.precision, device, is_compiled=compiled, in_fp8=in_fp8)
     supported = [(layer.name, supported_precisions(layer, without=without, in_fp8=in_fp8)) for layer in layers]
@@ -102,13 +103,12 @@ def _precisions(
     return dict(levels), may_use_fp16
 
 
-def _is_to_be_compiled(model: nn.Module, config: ControlConfig, device: torch.device) -> bool:
+def _is_to_be_compiled(model: nn.Module, layers: Sequence[Layer], config: ControlConfig, device: torch.device) -> bool:
     """Returns whether the model is compiled for certain, as `Training` decides; fused norms may be refused later."""
     execution = config.execution
     if execution.compile != "auto":
         return execution.compile == "on"
-    may_fuse = execution.fuse and any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
-    return device.type == "cuda" and not may_fuse
+    return device.type == "cuda" and (not execution.fuse or bool(unfused_because(model, layers)))
 
 
 def _saved_bytes(task: CheckedTask, device: torch.device) -> tuple[int, str]:
