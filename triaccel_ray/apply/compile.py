@@ -17,9 +17,10 @@ from triaccel_ray.model.layers import Loss
 from triaccel_ray.model.pytree import cast_floating, tensors_in
 
 _RECOMPILE_LIMIT = 128
-"""Variants of compiled code, for precisions and sizes, after which compiling counts as failed.
+"""Variants of compiled code, beyond two for each block, after which compiling counts as failed.
 
-PyTorch counts those of all blocks together, in all loops of a process.
+There is one for each precision, size and number that differs between blocks. PyTorch counts those of all blocks
+together, in all loops of a process.
 """
 _LOSS_RECOMPILE_LIMIT = 16
 """The same for losses: Python state of theirs, such as a count of steps, may ask for a variant at each step."""
@@ -178,7 +179,7 @@ class Compilation:
         model's own code is compiled, too: what `showing` does within one need not be done again.
         """
         patched = torch._dynamo.config.patch(
-            recompile_limit=_RECOMPILE_LIMIT,
+            recompile_limit=_RECOMPILE_LIMIT + 2 * len(self.blocks),
             fail_on_recompile_limit_hit=True,
             skip_fwd_side_effects_in_bwd_under_checkpoint=True,
             # Blocks share one code object: a size that differs between calls would become dynamic.
