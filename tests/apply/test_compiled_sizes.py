@@ -32,7 +32,7 @@ def shapes(graph: torch.fx.GraphModule) -> list[torch.Size]:
 def test_of_unequal_blocks_only_the_batch_dimension_is_dynamic(recording: Recording) -> None:
     """Blocks of equal shapes share code. Maps of other sizes get code of their own; a third batch size does not."""
     model = nn.Sequential(Block(4), Wired(lambda self, x: x[:, ::2].contiguous()), Block(4), Block(4))
-    compilation = Compilation(model, [model[0], model[2], model[3]], any_size=False)
+    compilation = Compilation(model, [model[0], model[2], model[3]], are_equal=False)
     for size in (3, 5, 7):
         with compilation.in_force():
             compilation.forward_of(None)(torch.ones(size, 10, 4, requires_grad=True)).sum().backward()
@@ -49,7 +49,7 @@ def test_of_unequal_blocks_only_the_batch_dimension_is_dynamic(recording: Record
 @pytest.mark.parametrize("dimension", [0, 1])
 def test_sizes_that_vary_become_dynamic_at_the_second(dimension: int, recording: Recording) -> None:
     model = nn.Sequential(Block(4), Block(4))
-    compilation = Compilation(model, list(model), any_size=False)
+    compilation = Compilation(model, list(model), are_equal=False)
     for size in (12, 9, 7, 5):
         shape = [12, 12, 4]
         shape[dimension] = size
@@ -63,7 +63,7 @@ def test_sizes_that_vary_become_dynamic_at_the_second(dimension: int, recording:
 def test_the_first_sizes_of_blocks_and_of_a_whole_model_keep_their_code(num_blocks: int, recording: Recording) -> None:
     """Micro-batches that were tried and undone must not leave the whole batch with the slower code for any size."""
     model = nn.Sequential(Block(4), Block(4))
-    compilation = Compilation(model, list(model)[:num_blocks], any_size=False)
+    compilation = Compilation(model, list(model)[:num_blocks], are_equal=False)
     for size in (12, 6, 12, 3, 12):
         inputs = torch.ones(size, 4, requires_grad=True)
         with compilation.in_force():
@@ -79,7 +79,7 @@ def test_only_training_passes_set_the_first_sizes(recording: Recording) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(Block(16), Block(16)), nn.Linear(16, 10))
     data = torch.randn(192, 8), torch.randint(0, 10, (192,))
     loop = loop_of(model, fixed(FP32), data=data)
-    loop._training.steps.step.compilation = Compilation(model, list(model[1]), any_size=False)
+    loop._training.steps.step.compilation = Compilation(model, list(model[1]), are_equal=False)
     expected = model(data[0][:5])
     loop.evaluate((data[0][:7], data[1][:7]))
     assert recording.graphs == []
@@ -93,33 +93,63 @@ def test_only_training_passes_set_the_first_sizes(recording: Recording) -> None:
 
 
 class Scaled(Block):
-    """A block with a number of its own."""
+    """A block with a number of its own, or given one."""
 
-    def __init__(self, width: int, scale: float) -> None:
+    def __init__(self, width: int, scale: float = 1.0) -> None:
         super().__init__(width)
         self.scale = scale
 
+    def forward(self, x: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+        return super().forward(x) * (self.scale if scale is None else scale)
+
+
+class Annealed(nn.Module):
+    """Blocks that are given a number, which changes in every step, or the length of their input."""
+
+    def __init__(self, *, by_length: bool) -> None:
+        super().__init__()
+        self.blocks, self.by_length, self.step = nn.ModuleList(Scaled(4) for _ in range(3)), by_length, 0
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.scale
+        self.step += 1
+        scale = float(x.shape[1]) if self.by_length else 1.0 / self.step
+        for block in self.blocks:
+            x = block(x, scale)
+        return x
 
 
-@pytest.mark.parametrize(("any_size", "number"), [(True, 1), (False, 16)])
-def test_blocks_that_differ_in_a_number_have_code_of_their_own_for_each_size_unless_it_is_for_any(
-    any_size: bool, number: int, recording: Recording, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("by_length", [False, True])
+@pytest.mark.parametrize("any_size", [False, True])
+def test_numbers_given_to_equal_blocks_need_two_more_variants_at_most(
+    by_length: bool, any_size: bool, recording: Recording
 ) -> None:
-    monkeypatch.setattr("triaccel_ray.apply.compile._RECOMPILE_LIMIT", 1)  # beyond two for each block
-    torch._dynamo.reset()  # other tests' variants count, too
-    model = nn.Sequential(*(Scaled(4, 0.5 + index / 8) for index in range(8)))
-    compilation = Compilation(model, list(model), any_size=any_size)
-    for size in (6, 3, 6):
-        inputs = expected = torch.randn(size, 4, requires_grad=True)
-        for block in model:
-            expected = block._call_impl(expected)
+    model = Annealed(by_length=by_length)
+    compilation = Compilation(model, list(model.blocks), any_size=any_size)
+    for index in range(8):
+        inputs = torch.randn(3, 5 + index if by_length else 5, 4, requires_grad=True)
         with compilation.in_force():
             outputs = compilation.forward_of(inputs)(inputs)
-        torch.testing.assert_close(outputs, expected)
-    assert len(recording.graphs) == number
+    expected = inputs
+    for block in model.blocks:
+        expected = block._call_impl(expected, float(inputs.shape[1]) if by_length else 1.0 / model.step)
+    torch.testing.assert_close(outputs, expected)
+    assert len(recording.graphs) <= 3
     compilation.remove()
+
+
+@pytest.mark.parametrize(("have_numbers", "number"), [(False, 2), (True, 1)])
+def test_blocks_with_numbers_of_their_own_have_code_for_any_size(
+    have_numbers: bool, number: int, recording: Recording
+) -> None:
+    """For static sizes, each would have code of its own."""
+    blocks = [Scaled(16, 0.5 + index / 8 if have_numbers else 0.5) for index in range(4)]
+    model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(*blocks), nn.Linear(16, 10))
+    loop = loop_of(model, fixed(FP32), data=(torch.randn(160, 8), torch.randint(0, 10, (160,))))  # 2.5 batches
+    loop._training.steps.step.compilation = loop._training._compile()
+    for _ in range(2):
+        loop.train_epoch()
+    loop.close()
+    assert len(recording.graphs) == number
 
 
 @pytest.mark.parametrize(("grows", "headroom"), [(False, None), (True, None), (False, 8 * 2**30)])

@@ -14,7 +14,6 @@ from tests.build import BF16, FP16, FP32, controlled, same, values
 from triaccel_ray.apply.fuse import Fusion
 from triaccel_ray.apply.fused_norm import RecomputedInput
 from triaccel_ray.control.weight_form import _is_to_be_compiled
-from triaccel_ray.model.layers import find_layers
 from triaccel_ray.trainables.models import efficientnet_b0, resnet18
 
 
@@ -59,13 +58,24 @@ def test_batch_norms_of_fewer_than_every_third_layer_are_not_fused_unless_compil
         fusion = loop._training._fuse()
         notes = [fault.detail for fault in loop._training.faults[before:]]
     is_compiled = not number and compile_ == "auto"
-    assert _is_to_be_compiled(model, find_layers(model), config, torch.device("cuda")) == is_compiled
+    assert _is_to_be_compiled(model, config, torch.device("cuda")) == is_compiled
     if is_compiled:
         assert fusion is None
         assert notes == ["1 BatchNorm2d for 4 layers are not fused: the model is faster compiled"]
     else:
         assert len(fusion.norms) == (number or 1)
         assert notes == [f"the model is not compiled: fused batch norms ({number}) are faster"] * (compile_ == "auto")
+
+
+@pytest.mark.parametrize("part", ["frozen", "compiled"])
+def test_frozen_layers_count_and_what_a_user_has_compiled_in_part_is_fused(part: str) -> None:
+    model = with_layers(4)
+    if part == "frozen":
+        model[5].requires_grad_(False)
+    else:
+        model[-1].compile(backend="eager")
+    with loop_of(model, fixed(FP32, compile="auto"), data=(torch.randn(64, 3, 8, 8), torch.zeros(64).long())) as loop:
+        assert (loop._training._fuse() is None) == (part == "frozen")
 
 
 @pytest.mark.gpu

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.model.layers import Loss
-from triaccel_ray.model.pytree import cast_floating, tensors_in
+from triaccel_ray.model.pytree import cast_floating, numbers_in, tensors_in
 
 _RECOMPILE_LIMIT = 128
-"""Variants of compiled code, beyond two for each block, after which compiling counts as failed.
+"""Variants of compiled code, for precisions and sizes, after which compiling counts as failed.
 
-There is one for each precision, size and number that differs between blocks. PyTorch counts those of all blocks
-together, in all loops of a process.
+PyTorch counts those of all blocks together, in all loops of a process.
 """
 _LOSS_RECOMPILE_LIMIT = 16
 """The same for losses: Python state of theirs, such as a count of steps, may ask for a variant at each step."""
@@ -37,10 +36,16 @@ class _VaryingSizes:
     def __init__(self, *, batch_varies: bool = False) -> None:
         """With `batch_varies`, the batch dimension, 0, is dynamic from the first call on."""
         self._first: dict[tuple[int, int], torch.Size] = {}
+        self._numbers: list[int | float] | None = None
         self._varying: defaultdict[tuple[int, int], set[int]] = defaultdict(lambda: {0} if batch_varies else set())
 
     def match_first(self, value: Any) -> bool:
-        """Returns whether the tensors in `value` have the first call's sizes, which the first call sets."""
+        """Returns whether `value` has the first call's numbers, and its tensors the sizes; the first call sets them."""
+        numbers = numbers_in(value)
+        if self._numbers is None:
+            self._numbers = numbers
+        if numbers != self._numbers:
+            return False
         seen = enumerate(tensors_in(value))
         return all(self._first.setdefault((i, tensor.dim()), tensor.shape) == tensor.shape for i, tensor in seen)
 
@@ -81,9 +86,8 @@ class Compilation:
       no recompilation.
     * **Equal blocks of a fixed batch, and unequal ones,** are compiled for the sizes of their first call. Other sizes,
       such as those of a short last batch, get a second, slower variant. Only sizes that vary are dynamic in it: with
-      all dynamic, PyTorch traces a Swin four times as long, and cannot compile a PVT. Blocks that differ in a number of
-      their own, such as a rate, then share no code. In PyTorch 2.11, Inductor's choice of tiles does not apply to
-      dynamic sizes, with which an MLP-Mixer, which transposes, is slower.
+      all dynamic, PyTorch traces a Swin four times as long, and cannot compile a PVT. In PyTorch 2.11, Inductor's
+      choice of tiles does not apply to dynamic sizes, with which an MLP-Mixer, which transposes, is slower.
     * **Without blocks**, the model is compiled as a whole, likewise for its first sizes, and for others.
     * **The loss** of many outputs, such as a language model's, is compiled together with their casts to FP32, so that
       no FP32 copy of them is stored.
@@ -97,13 +101,14 @@ class Compilation:
         model: nn.Module,
         blocks: Sequence[nn.Module] = (),
         *,
+        are_equal: bool = True,
         any_size: bool = True,
         spares_memory: bool = False,
     ) -> None:
-        """Compiles the model's `blocks`, or the whole model if there are none.
+        """Compiles the model's `blocks`, which `are_equal` or not, or the whole model if there are none.
 
-        With `any_size`, blocks, which must then be equal, get code with dynamic sizes only. With `spares_memory`,
-        Inductor times kernels without clearing the L2 cache, which would take a buffer of its size.
+        With `any_size`, equal blocks get code with dynamic sizes only. With `spares_memory`, Inductor times kernels
+        without clearing the L2 cache, which would take a buffer of its size.
         """
         if torch.cuda.is_available():
             share_kernel_cache()
@@ -113,9 +118,9 @@ class Compilation:
         self._whole = None if blocks else _Variants(model)
         self._is_in_force = False
         self._compiled = [*self.blocks, *_norms_and_embeddings_outside(model, self.blocks)] if self.blocks else []
-        self._any_size = any_size
+        self._are_equal, self._any_size = are_equal, are_equal and any_size
         for module in self._compiled:
-            if any_size:
+            if self._any_size:
                 module.compile(dynamic=True)
             else:
                 # The attribute is private. A forward pre-hook, which is public, would be compiled, too.
@@ -179,11 +184,11 @@ class Compilation:
         model's own code is compiled, too: what `showing` does within one need not be done again.
         """
         patched = torch._dynamo.config.patch(
-            recompile_limit=_RECOMPILE_LIMIT + 2 * len(self.blocks),
+            recompile_limit=_RECOMPILE_LIMIT,
             fail_on_recompile_limit_hit=True,
             skip_fwd_side_effects_in_bwd_under_checkpoint=True,
-            # Blocks share one code object: a size that differs between calls would become dynamic.
-            automatic_dynamic_shapes=self._any_size or not self.blocks,
+            # Blocks share one code object: a size that differs between unequal ones would become dynamic.
+            automatic_dynamic_shapes=self._are_equal or not self.blocks,
         )
         before, self._is_in_force = self._is_in_force, True
         with patched, _timing_without_l2_flush() if self._spares_memory else contextlib.nullcontext():

@@ -41,7 +41,12 @@ from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.model.dry_run import require_working
 from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import Loss, find_layers, require_trainable, to_channels_last, weights_outside_layers
-from triaccel_ray.model.regions import blocks_to_compile, find_regions, unfused_because
+from triaccel_ray.model.regions import (
+    blocks_to_compile,
+    find_regions,
+    have_numbers_of_their_own,
+    unfused_because,
+)
 from triaccel_ray.records.plan import Fault, FaultKind, Precision, Storage
 from triaccel_ray.records.signals import ParameterSignal
 
@@ -263,8 +268,10 @@ class Training:
             if execution.compile == "on"
             else blocks_to_compile(self.model, may_free_activations=frees, num_ranks=self.ranks.world_size)
         )
-        any_size = are_equal and (self._config.batch.enabled or self.memory.has_budget or not self.ranks.is_alone)
-        compilation = Compilation(self.model, blocks, any_size=any_size, spares_memory=self.memory.has_budget)
+        limited = self.memory.has_budget
+        may_change = self._config.batch.enabled or limited or not self.ranks.is_alone
+        any_size = may_change or have_numbers_of_their_own(blocks)
+        compilation = Compilation(self.model, blocks, are_equal=are_equal, any_size=any_size, spares_memory=limited)
         self._note(FaultKind.COMPILED, "compile", f"{compilation}: {reason}")
         return compilation
 
@@ -298,8 +305,8 @@ class Training:
         """Returns the model with its norms fused; None if it has none or, with a note, few, or if fusing is refused."""
         if not any(isinstance(module, nn.BatchNorm2d) for module in self.model.modules()):
             return None
-        may_compile = self._config.execution.compile == "auto"
-        if may_compile and (reason := unfused_because(self.model, self.layers)):
+        is_auto = self._config.execution.compile == "auto"
+        if is_auto and not is_compiled(self.model) and (reason := unfused_because(self.model)):
             self._note(FaultKind.COMPILED, "compile", reason)
             return None
         if not self.model.training:
@@ -309,7 +316,7 @@ class Training:
         if not isinstance(fused, Fusion):
             self._note(FaultKind.FUSION_REFUSED, "fuse", fused.reason)
             return None
-        if may_compile:
+        if is_auto:
             text = f"the model is not compiled: fused batch norms ({len(fused.norms)}) are faster"
             self._note(FaultKind.COMPILED, "compile", text)
         return fused

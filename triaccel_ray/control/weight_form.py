@@ -91,7 +91,7 @@ def _precisions(
     model: nn.Module, layers: Sequence[Layer], config: ControlConfig, device: torch.device
 ) -> tuple[dict[str, Precision], bool]:
     """Returns the precision in which each layer starts, and whether any may compute in FP16 later."""
-    compiled = is_compiled(model) or _is_to_be_compiled(model, layers, config, device)
+    compiled = is_compiled(model) or _is_to_be_compiled(model, config, device)
     in_fp8 = fp8_layers(layers, config.precision, device)
     without = refused_precisions(config.precision, device, is_compiled=compiled, in_fp8=in_fp8)
     supported = [(layer.name, supported_precisions(layer, without=without, in_fp8=in_fp8)) for layer in layers]
@@ -103,12 +103,12 @@ def _precisions(
     return dict(levels), may_use_fp16
 
 
-def _is_to_be_compiled(model: nn.Module, layers: Sequence[Layer], config: ControlConfig, device: torch.device) -> bool:
+def _is_to_be_compiled(model: nn.Module, config: ControlConfig, device: torch.device) -> bool:
     """Returns whether the model is compiled for certain, as `Training` decides; fused norms may be refused later."""
     execution = config.execution
     if execution.compile != "auto":
         return execution.compile == "on"
-    return device.type == "cuda" and (not execution.fuse or bool(unfused_because(model, layers)))
+    return device.type == "cuda" and (not execution.fuse or bool(unfused_because(model)))
 
 
 def _saved_bytes(task: CheckedTask, device: torch.device) -> tuple[int, str]:

@@ -35,6 +35,11 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
+def numbers_in(value: Any) -> list[int | float]:
+    """Returns the Python numbers in `value`, flags among them, in the order of its leaves."""
+    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, int | float)]
+
+
 def clone_tensors(value: Any) -> Any:
     """Returns `value` with copies of its tensors; one tensor in several places is one in the copy, too."""
     made: dict[int, Tensor] = {}

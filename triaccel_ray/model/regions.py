@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from triaccel_ray.model.layers import Layer, is_depthwise
+from triaccel_ray.model.layers import is_depthwise
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _MIN_MODULES = 3
@@ -33,10 +33,10 @@ _MIN_NORMS_PER_LAYER = 1 / 3
 Call = Callable[..., Any]
 
 
-def unfused_because(model: nn.Module, layers: Sequence[Layer]) -> str:
+def unfused_because(model: nn.Module) -> str:
     """Returns why the model's norms are not fused if it can be compiled instead; empty if they are."""
     num_norms = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
-    num_layers = sum(len(layer.modules) for layer in layers)
+    num_layers = sum(any(p.dim() >= 2 for p in module.parameters(recurse=False)) for module in model.modules())
     if num_norms and num_norms >= _MIN_NORMS_PER_LAYER * num_layers:
         return ""
     return f"{num_norms} BatchNorm2d for {num_layers} layers are not fused: the model is faster compiled"
@@ -71,7 +71,7 @@ def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     """
     alike: dict[Any, list[nn.Module]] = defaultdict(list)
     for module in filter(_is_block, model.modules()):
-        alike[type(module), tuple(p.shape for p in module.parameters())].append(module)
+        alike[_kind(module)].append(module)
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     num_kinds = 0
@@ -82,6 +82,28 @@ def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
         found.extend(blocks)
         inside.update(part for block in blocks for part in block.modules())
     return tuple(found) if _own_most_of(found, model) else ()
+
+
+def have_numbers_of_their_own(blocks: Iterable[nn.Module]) -> bool:
+    """Returns whether blocks of one kind differ in numbers, such as DropPath rates or indices of layers.
+
+    Compiled for static sizes, such blocks share no code.
+    """
+    numbers_of: dict[Any, list[Any]] = {}
+    for block in blocks:
+        numbers = [
+            (module_name, name, value)
+            for module_name, module in block.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, int | float)
+        ]
+        if numbers_of.setdefault(_kind(block), numbers) != numbers:
+            return True
+    return False
+
+
+def _kind(module: nn.Module) -> Any:
+    return type(module), tuple(p.shape for p in module.parameters())
 
 
 def find_regions(model: nn.Module) -> dict[str, nn.Module]:
