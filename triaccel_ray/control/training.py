@@ -262,11 +262,11 @@ class Training:
             self._note(FaultKind.COMPILED, "compile", "the model is compiled already: it stays as it is")
             return None
         execution = self._config.execution
-        frees = self.memory.has_budget if execution.activations == "auto" else execution.activations != "keep"
+        may_free = self.memory.has_budget if execution.activations == "auto" else execution.activations != "keep"
         blocks, are_equal, reason = (
             ((), False, "as asked")
             if execution.compile == "on"
-            else blocks_to_compile(self.model, may_free_activations=frees, num_ranks=self.ranks.world_size)
+            else blocks_to_compile(self.model, may_free_activations=may_free, num_ranks=self.ranks.world_size)
         )
         limited = self.memory.has_budget
         may_change = self._config.batch.enabled or limited or not self.ranks.is_alone
