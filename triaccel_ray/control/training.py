@@ -41,12 +41,7 @@ from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.model.dry_run import require_working
 from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import Loss, find_layers, require_trainable, to_channels_last, weights_outside_layers
-from triaccel_ray.model.regions import (
-    blocks_to_compile,
-    find_regions,
-    have_numbers_of_their_own,
-    unfused_because,
-)
+from triaccel_ray.model.regions import blocks_to_compile, find_regions, have_numbers_of_their_own, unfused_because
 from triaccel_ray.records.plan import Fault, FaultKind, Precision, Storage
 from triaccel_ray.records.signals import ParameterSignal
 
@@ -261,17 +256,17 @@ class Training:
         if is_compiled(self.model):
             self._note(FaultKind.COMPILED, "compile", "the model is compiled already: it stays as it is")
             return None
-        execution = self._config.execution
-        may_free = self.memory.has_budget if execution.activations == "auto" else execution.activations != "keep"
-        blocks, are_equal, reason = (
-            ((), False, "as asked")
-            if execution.compile == "on"
-            else blocks_to_compile(self.model, may_free_activations=may_free, num_ranks=self.ranks.world_size)
-        )
-        limited = self.memory.has_budget
-        may_change = self._config.batch.enabled or limited or not self.ranks.is_alone
-        any_size = may_change or have_numbers_of_their_own(blocks)
-        compilation = Compilation(self.model, blocks, are_equal=are_equal, any_size=any_size, spares_memory=limited)
+        execution, limited = self._config.execution, self.memory.has_budget
+        if execution.compile == "on":
+            compilation, reason = Compilation(self.model, spares_memory=limited), "as asked"
+        else:
+            may_free = limited if execution.activations == "auto" else execution.activations != "keep"
+            blocks, are_equal, reason = blocks_to_compile(
+                self.model, may_free_activations=may_free, num_ranks=self.ranks.world_size
+            )
+            may_change = self._config.batch.enabled or limited or not self.ranks.is_alone
+            any_size = may_change or have_numbers_of_their_own(blocks)
+            compilation = Compilation(self.model, blocks, are_equal=are_equal, any_size=any_size, spares_memory=limited)
         self._note(FaultKind.COMPILED, "compile", f"{compilation}: {reason}")
         return compilation
 
