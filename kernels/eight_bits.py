@@ -8,8 +8,8 @@ our own):
     signed       c = round(127 sign(x) sqrt(|x| / s)), an int8     x = s (c / 127) |c / 127|
     unsigned     c = floor(255 (x / s)^(1/4) + u), at least 1 if x > 0, a uint8     x = s (c / 255)^4
 
-Second moments change by a thousandth per step, less than a code: rounded to nearest, they would never change. So u is a
-dither in place of the constant 1/2: a hash of the number's position and the step, uniform in [0, 1).
+Second moments change by a thousandth per step, less than a code. Rounded to nearest, they would never change. So they
+are rounded stochastically: u is uniform in [0, 1), a hash of the number's position and the step.
 """
 
 from __future__ import annotations

@@ -63,7 +63,11 @@ class BaselineLoop(EpochLoop):
         self._sets_rates = callable(schedule)
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self.memory = memory_meter(self.device, memory_budget, memory_headroom)
-        self.sampler = Sampler(as_source(data).to(self.device), seed=seed, device=self.device)
+        try:
+            self.sampler = Sampler(as_source(data).to(self.device), seed=seed, device=self.device)
+        except BaseException:
+            self.memory.close()
+            raise
         self.memory.require_room()
         on_gpu, is_best = self.device.type == "cuda", method == "amp-best"
         on_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu and is_best else amp == "bf16"
@@ -126,7 +130,7 @@ class BaselineLoop(EpochLoop):
         self._epoch.loss += added
 
     def _prepare_gradients(self) -> None:
-        """Allocates gradients that several parts add to: PyTorch's CUDA graphs overwrite their own at the next part."""
+        """Allocates gradients for micro-batches to add to: CUDA graphs would reuse the memory of their own."""
         if self._model is self.model or self.plan.num_micro_batches == 1 or self.device.type != "cuda":
             return
         for parameter in self.model.parameters():

@@ -117,7 +117,7 @@ def require_instance(name: str, value: T, kind: type[T]) -> T:
 
 
 def _require_ascending(low_name: str, low: float, high_name: str, high: float, way_out: str) -> None:
-    rule = f"{low_name} must be smaller than {high_name}; exchange them. To {way_out}"
+    rule = f"{low_name} must be smaller than {high_name}. To {way_out}"
     require(low < high, f"{low_name}, {high_name}", (low, high), rule)
 
 
@@ -145,8 +145,7 @@ class PrecisionConfig(_Checked):
     fp8: bool = False
     """Whether linear layers with at least 2048 inputs and outputs use FP8, not FP16, in code compiled for a GPU."""
     allow_slow_precisions: bool = False
-    """Whether layers may use a precision that brings no speedup: FP16 on CPUs (convolutions take 77 times as long as in
-    FP32, or more) and in compiled code, BF16 on devices without it, FP8 in narrow layers or eager code."""
+    """Whether layers may use a precision that brings no speedup, such as FP16 on CPUs or in compiled code."""
     beta: float = knob(0.9, "[0, 1)")
     """Weight of the past in the moving average of the gradient variance: 0.9 averages over about 10 steps."""
     dwell_ticks: int = knob(2, "[0, inf)", option="precision_dwell_ticks")
@@ -154,10 +153,11 @@ class PrecisionConfig(_Checked):
     patience_ticks: int = knob(2, "[1, inf)")
     """Consecutive ticks that must ask for a lower precision before a layer is demoted. Promotion needs one."""
     overflow_bar_ticks: int = knob(20, "[1, inf)")
-    """Ticks for which FP16 is barred after most steps of an interval overflowed at the smallest loss scale."""
+    """Ticks for which a layer stays out of a precision that overflowed, was slower or was refused."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(isinstance(self.initial_layers, Mapping), "initial_layers", self.initial_layers, "must be a mapping")
         levels = [("precision", self.initial), *(("initial_layers", each) for each in self.initial_layers.values())]
         for name, level in levels:
             require(isinstance(level, Precision), name, level, "must be a Precision")
@@ -185,8 +185,8 @@ class CurvatureConfig(_Checked):
     tau_curv: float = knob(math.inf, "(0, inf]")
     """A layer whose largest eigenvalue exceeds this value is held one precision higher; infinite: never."""
     smoothing: float = knob(0.5, "[0, 1)", option="curvature_smoothing")
-    """Weight of the past in the moving average over measurements, whose sampling noise between batches of 32 exceeds
-    the error of the cheap estimates. 0: no smoothing; each measurement takes effect, including the first."""
+    """Weight of the past in the moving average over measurements, which scatter between batches of 32. 0: no smoothing;
+    each measurement takes effect, including the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +200,7 @@ class BatchConfig(_Checked):
     minimum: int = knob(32, "[1, inf)", option="batch_min")
     """Smallest batch size."""
     maximum: int = knob(512, "[1, inf)", option="batch_max")
-    """Largest batch size. With data of known length, a batch grows to all samples at most, in a task to a quarter."""
+    """Largest batch size. If the number of samples is known, it is a limit, too; in a task, a quarter of it is."""
     accumulate: int = knob(1, "[1, inf)")
     """Micro-batches per batch (gradient accumulation), each of at least two samples with batch normalization."""
     granularity: int = knob(32, "[1, inf)")
@@ -218,7 +218,7 @@ class BatchConfig(_Checked):
     dwell_ticks: int = knob(1, "[0, inf)", option="batch_dwell_ticks")
     """Minimum number of ticks for which a batch size is kept before it grows. Shrinking never waits."""
     oom_cooldown_ticks: int = knob(20, "[1, inf)")
-    """Ticks for which a size that ran out of memory stays excluded."""
+    """Ticks for which a batch size or memory plan that lacked memory or was slower stays excluded."""
     lr_rule: LrRule = "sqrt"
     """Factor on the lr at batch size B, relative to the initial B_0: 1, sqrt(B/B_0), B/B_0, or AdaScale's gain."""
     bound_by_noise_scale: bool = knob(False, option="noise_bound")
@@ -313,8 +313,8 @@ class ControlConfig(_Checked):
     """T_ctrl: optimizer steps between ticks."""
     revert_slowdowns: bool = True
     """Whether changes must pay. A lower precision or a larger batch is undone if steps take 25 % longer per sample (3 %
-    and 0 % if captured). One that raises loss or changes outputs of some samples by 10 % is not used. Captured batches
-    grow only to save time. Without this rule, decisions on a CPU do not depend on timings."""
+    and 0 % if captured). A precision that raises the loss or changes outputs of some samples by 10 % is refused.
+    Captured batches grow only to save time. Without this rule, decisions on a CPU do not depend on timings."""
     max_overhead: float = knob(0.02, "(0, 1]")
     """Share of the training time that adaptation may take on a GPU; curvature that changes nothing has a quarter of it.
     Measurements wait until it allows them, in captured steps lower precisions, too. Only with `revert_slowdowns`."""

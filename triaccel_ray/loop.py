@@ -318,18 +318,18 @@ class ControlLoop(EpochLoop):
             state, dict(self._training.supported), adapts_precision=adapts, adapts_batch=adapts_batch
         )
         self.num_steps, self.num_ticks, self._epoch.num_steps = state["counters"]
-        stored = state["plan"]["precision"]
-        changed = {name: level for name, level in self.plan.precision.items() if level != stored[name]}
-        if changed and adapts:
-            moved = ", ".join(f"{name} {stored[name]} -> {level}" for name, level in changed.items())
-            text = f"not offered where the run is resumed: {moved}"
-            fault = Fault(kind=FaultKind.PRECISION_REFUSED, step=self.num_steps, phase="precision", detail=text[:500])
-            self.sensors.record_faults([fault])
         self.timer.load_state_dict(state.get("timer", {}))  # checkpoints of older versions have none
-        if not self.plan.steps_as(decode(Plan, state["plan"])):  # then neither was measured under this plan
+        stored = decode(Plan, state["plan"])
+        if not self.plan.steps_as(stored):  # then observation and timer are those of another plan
             self._pending.load_state_dict(None)
             self.timer.restart()
-            self.state = replace(self.state, throughput=replace(self.state.throughput, intervals=(), change=None))
+            levels = ((name, stored.precision[name], level) for name, level in self.plan.precision.items())
+            moved = ", ".join(f"{name} {before} -> {level}" for name, before, level in levels if level is not before)
+            text = (
+                f"the resumed run takes other precisions: {moved}" if moved else "it has another batch size or storage"
+            )
+            fault = Fault(kind=FaultKind.PLAN_REPLACED, step=self.num_steps, phase="resume", detail=text[:500])
+            self.sensors.record_faults([fault])
         self._ranks.require_equal("the checkpoint", [*state["counters"], *state["micro_batches"], state["control"]])
 
     def _parts(self) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 Each direction takes three launches: one writes partial results for each part of the rows, a tiny one combines them, one
 applies the result. On GPUs with programmatic dependent launch, each kernel starts while its predecessor ends and waits
 before it touches memory, which saves a microsecond per launch. Programs take tiles in turn, so that together they sweep
-memory from front to back. Measured and rejected: combining in the last program of the first launch to arrive (its fence
-and its lone reading take longer than a launch), and in every program of the third launch (it costs registers, and with
-them loads in flight).
+memory from front to back. Two other ways to combine were slower. In the last program of the first launch, the fence and
+the lone reading take longer than a launch. In every program of the third, registers are lacking, and so are loads in
+flight.
 """
 
 from __future__ import annotations

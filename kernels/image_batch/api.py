@@ -38,8 +38,8 @@ def image_batch(
 
     Args:
         images: uint8 [n, c, h, w], contiguous.
-        indices: int64 [b] in [0, n), contiguous, on the device of `images`. On a GPU an index out of range gives an
-            image of zeros; on a CPU it raises.
+        indices: int64 [b] in [0, n), contiguous, on the device of `images`. On a GPU an index out of range gives raw
+            zeros, normalized like others; on a CPU it raises.
         scale: float32 [c], of the raw values, on the device of `images`.
         shift: float32 [c], on the device of `images`.
         key: int64 scalar on the device of `images`; None disables augmentation.

@@ -62,7 +62,7 @@ def _named(block: Block, x: Tensor) -> Any:
 
 REFUSED: dict[str, tuple[Callable[[Block, Tensor], Any], str]] = {
     "decision": (lambda b, x: b.norm(b.conv(x if x.sum() > 0 else -x)), "cannot be traced: TraceError"),
-    "type": (lambda b, x: b.norm(b.conv(x)) if isinstance(x, Tensor) else x, "asks for the type of a tensor"),
+    "type": (lambda b, x: b.norm(b.conv(x)) if isinstance(x, Tensor) else x, "checks the type of a tensor"),
     "chance": (lambda b, x: b.norm(b.conv(x)) * float(torch.rand(())), "draws random numbers"),
     "plain chance": (lambda b, x: b.norm(b.conv(x)) * random.random(), "draws random numbers"),
     "own tensor": (lambda b, x: b.norm(b.conv(x)) + torch.ones(4, 1, 1), "makes tensors of its own"),
@@ -101,7 +101,7 @@ def test_a_forward_function_that_is_not_the_models_alone_is_refused() -> None:
     hooked.register_forward_hook(lambda module, args, output: None)
     replaced.forward = lambda x: x  # type: ignore[method-assign]
     for model, reason in [
-        (Optional(), "mask may be left out"), (Variable(), "takes *x"), (hooked, "hooks"),
+        (Optional(), "optional parameter, mask"), (Variable(), "takes *x"), (hooked, "hooks"),
         (replaced, "a forward function of its own"), (nn.DataParallel(Block()), "a DataParallel"),
     ]:  # fmt: skip
         refusal = fuse(model, layers_of(model))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.decide.build import BF16, FP32, observation_of, out_of_memory, plan_of
+from tests.decide.build import BF16, FP32, apply_failed, observation_of, out_of_memory, plan_of
 from triaccel_ray.control.consensus import merged
 from triaccel_ray.records.signals import LayerSignal, MemorySignal, NoiseSignal
 
@@ -58,3 +58,9 @@ def test_a_fault_of_several_ranks_counts_once_and_that_of_another_names_its_rank
     plan = plan_of(16)
     seen = merged([observation_of(plan, faults=(shared,)), observation_of(plan, faults=(shared, own))])
     assert [(fault.micro_batch_size, fault.detail) for fault in seen.faults] == [(8, ""), (4, "rank 1: ")]
+
+
+def test_two_faults_of_one_rank_that_differ_in_their_text_are_both_kept() -> None:
+    plan, fp16, fp8 = plan_of(16), apply_failed(), replace(apply_failed(), detail="nor for that one")
+    seen = merged([observation_of(plan, faults=(fp16, fp8)), observation_of(plan, faults=(fp16, fp8))])
+    assert seen.faults == (fp16, fp8)

@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.measure.curvature_models import METHODS, directly, make
+from triaccel_ray.config import CurvatureConfig
+from triaccel_ray.measure.curvature.meter import CurvatureMeter
 from triaccel_ray.measure.curvature.objective import measuring
+from triaccel_ray.model.layers import find_layers
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
@@ -88,3 +91,15 @@ def test_compiled_modules_are_measured_as_they_are_written(method: Any) -> None:
     model(inputs)
     assert num_compiled > 0
     torch.testing.assert_close(directly(model, inputs, targets, method).eigenvalues, expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_of_a_layers_weights_may_be_frozen_later(method: Any) -> None:
+    model, inputs, targets = make("recurrent")
+    meter = CurvatureMeter(
+        model, F.cross_entropy, find_layers(model), CurvatureConfig(method=method), device=torch.device("cpu")
+    )
+    layer = next(layer for layer in find_layers(model) if len(layer.weights) > 1)
+    layer.weights[0].requires_grad_(False)
+    meter.dry_run(inputs, targets)
+    assert not meter.off_because

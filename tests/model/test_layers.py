@@ -3,7 +3,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.build import Wired
-from triaccel_ray.model.layers import find_layers, forward, to_channels_last
+from triaccel_ray.model.layers import find_layers, forward, require_trainable, to_channels_last
 
 
 def names(model: nn.Module) -> list[str]:
@@ -59,3 +59,17 @@ def test_convolutions_are_laid_out_in_channels_last_with_their_values(channels: 
     assert model[0](torch.randn(2, channels, 5, 5)).is_contiguous(memory_format=torch.channels_last)
     assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))  # an optimizer knows them
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_an_attribute_called_sparse_is_refused_only_beside_weights() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sparse, self.product = True, nn.Linear(2, 2)
+
+    model = Attention()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    require_trainable(model, optimizer, find_layers(model))
+    model.product.sparse = True
+    with pytest.raises(ValueError, match=r"Linear 'product' has sparse = True: must be False"):
+        require_trainable(model, optimizer, find_layers(model))

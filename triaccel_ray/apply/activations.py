@@ -33,8 +33,8 @@ class Activations:
 
     Some regions keep their tensors instead, once one of these is found. A region that writes into its inputs, or
     computes something else when called again, is not recomputed; none is once a captured step has drawn other random
-    numbers than the eager one. One that the host cannot pin memory for is not offloaded. One that cannot join the
-    region before it is recomputed alone.
+    numbers than the eager one. A region is not offloaded if the host cannot pin memory for it, and is recomputed
+    by itself if it cannot be joined to the region before it.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Activations:
         """Costs of the regions, once they are requested."""
         self.rng = RecomputeRNG(default_generator(device))
         """Random numbers of recomputed regions."""
-        self._device, self._fixed, self._divide = device, fixed, divide
+        self._names, self._device, self._fixed, self._divide = frozenset(regions), device, fixed, divide
         self._wanted: Mapping[str, Storage] = {}
         self._barred: set[tuple[str, Storage]] = set()
         self._recomputed: dict[tuple[str, ...], RecomputedRegion] = {}
@@ -97,7 +97,7 @@ class Activations:
         """
         if self._fixed is not None or not self.regions:
             return
-        unknown = sorted(storage.keys() - self.regions.keys())
+        unknown = sorted(storage.keys() - self._names)
         if unknown:
             raise KeyError(f"regions {unknown} are not in the model")
         self._want({name: each for name, each in storage.items() if each is not Storage.KEEP})

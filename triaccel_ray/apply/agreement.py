@@ -49,7 +49,7 @@ class Agreement:
         self.ranks = ranks or Ranks()
         self._depth = 0
         self._passing: Exception | None = None
-        """An error that all ranks know, on its way through contexts around the one that told them."""
+        """An error that all ranks have, while it passes through outer contexts, which need not exchange it again."""
 
     @contextlib.contextmanager
     def agreeing(self, *, when: bool = True) -> Iterator[None]:

@@ -130,7 +130,7 @@ class Compilation:
         own = FunctionType(loss_in_fp32.__code__.replace(), loss_in_fp32.__globals__)
         self._loss: Any = torch.compile(own)
         self.compiles_loss = False
-        """Whether the last pass has come to the compiled loss: an error since may be the loss's."""
+        """Whether this pass has reached the compiled loss, whose compilation may then be what failed."""
 
     def __str__(self) -> str:
         if self.blocks:

@@ -75,13 +75,16 @@ def evaluate(
     """Returns loss and metrics over all samples of `data`, each drawn once, in eval mode (a loss module too) and FP32.
 
     Without `metrics`, a classifier (outputs [b, C], integer targets [b]) is judged by its accuracy, any other model by
-    its loss alone. The host waits for the device once, at the end. On a GPU, batches after the first have up to
-    `largest` samples, as many as are expected to take half of `step_bytes`, less what samples moved to the device take:
-    in small batches the GPU waits for Python.
+    its loss alone. The host waits for the device once, at the end. In small batches a GPU waits for Python, so batches
+    after the first have up to `largest` samples there. They are expected to take half of `step_bytes` at most, samples
+    moved to the device included.
+
     After an out-of-memory error, the samples that failed are retried in batches half as large. Gradients are disabled.
     If model or loss calls `torch.autograd.grad` and fails, they are enabled from that batch on. Metrics get detached
-    outputs. Each of several `ranks` passes a share of the samples, and all return the same; of a stream, each passes
-    all samples, and all return what rank 0 found.
+    outputs.
+
+    Each of several `ranks` evaluates a share of the samples, and all return the same. Of a stream, each evaluates all
+    samples, and all return rank 0's result.
 
     Raises:
         torch.OutOfMemoryError, MemoryError: not even a single sample fits.

@@ -103,7 +103,7 @@ class RecomputedInput(nn.Module):
     """Calls the only reader of a fused norm's output without saving that output for the backward pass.
 
     The kernels recompute the output, bit for bit, from tensors that the norm saves anyway. This costs one pass over
-    memory and frees an activation (Tri-Accel trades both; compare Rota Bulò et al. 2018, In-Place Activated BatchNorm).
+    memory and frees an activation (compare Rota Bulò et al. 2018, In-Place Activated BatchNorm).
     """
 
     def __init__(self, layer: nn.Module) -> None:

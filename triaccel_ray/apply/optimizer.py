@@ -115,7 +115,7 @@ class LayerwiseOptimizer:
     def set_rates(self, lr_factor: float, lr_scale: Mapping[str, float], companions: Mapping[int, Tensor]) -> None:
         """Sets the learning rates that `update` uses: group lr x `lr_factor` x the layer's scale.
 
-        `companions` maps ids of parameters to tensors that the kernel writes beside them. Only changes are uploaded.
+        `companions` maps ids of parameters to the tensors written beside them. Only changes are uploaded.
 
         Raises:
             ValueError: parameters are stepped in buckets, and the kernel no longer supports the optimizer; or
@@ -192,7 +192,7 @@ class LayerwiseOptimizer:
             self._shards.exchange(self._last_companions if self._fused else {})
 
     def _raise_versions(self, written: Sequence[nn.Parameter]) -> None:
-        """Has autograd refuse to compute the rest of the backward pass from parameters that were `written` within it.
+        """Raises the versions of the parameters `written`, so that autograd refuses to read them later in this pass.
 
         Autograd runs an operation that it differentiates by a weight before the weight's step. One that reads the
         weight as a constant may run later.

@@ -96,7 +96,7 @@ class RecomputeRNG:
             self._generator.graphsafe_set_state(state)
 
     def replay(self, graph: Graph, kind: Hashable) -> bool:
-        """Replays a graph; returns whether it drew what the eager pass did, for else numbers were not the same.
+        """Replays a graph; returns whether it drew as many random numbers as the eager pass. If not, some differed.
 
         Code may draw more while it is captured. A recomputation may end early, before the last of its call's draws.
         """

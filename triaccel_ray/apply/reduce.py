@@ -30,15 +30,17 @@ BUCKET_ELEMENTS = 25 * 2**19
 _LEAST_BUCKETS = 4
 """Fewest parts in which a small model's gradients are sent: the last part leaves only after the backward pass."""
 MOST_RANKS_IN_16_BITS = 8
-"""Ranks up to which gradients are added in 16 bits. Each addition rounds: a sum of random numbers in BF16 is off by
-0.25 % on 2 ranks, 0.4 % on 8, 1.0 % on 64 and 2.7 % on 512 (simulated), if it is rounded once at the end by 0.17 %."""
+"""Ranks up to which gradients are added in 16 bits, although each addition rounds.
+
+Error of a sum of random numbers in BF16, simulated: 2 ranks 0.25 %, 8 0.4 %, 64 1.0 %, 512 2.7 %; rounded once 0.17 %.
+"""
 LARGE_BYTES = 2**20
 """Gradients that take at least so many bytes, in the dtype that they are sent in, are sent without a copy if they have
 it. Smaller ones are copied into one tensor for each dtype."""
 _ALIGNMENT_BYTES = 16
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _Copies = Mapping[int, Tensor]
-"""Id of a parameter -> the tensor beside it, which has the gradient if it requires one (`Weights.in_force`)."""
+"""Id of a parameter -> its copy (`Weights.in_force`), which receives the gradient if it requires one."""
 Dtypes = Callable[[], Sequence[torch.dtype | None]]
 """Returns the dtype that each parameter's layer computes in now; None for a parameter of no layer, or of several."""
 

@@ -229,8 +229,8 @@ class RegionCosts:
     def signals(self, kind: Kind, *, scales: bool = False) -> tuple[RegionSignal, ...]:
         """Returns the costs of the regions in a pass of this kind, in the order of their calls; empty if not known.
 
-        With `scales`, those of the nearest size are then taken in proportion: in the same dtypes if they are known,
-        else in others, with bytes in proportion to their mean size.
+        With `scales`, an unknown size has the costs of the nearest known one in proportion, if possible in the same
+        dtypes. Bytes of other dtypes are then in proportion to their mean size, too.
         """
         num_samples, dtypes = kind
         known = self._sizes.keys() & self._times.keys()

@@ -94,7 +94,7 @@ class Shards:
 
 
 def _kinds(values: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Returns shape and dtype of each tensor, and what is none, such as a number of steps, as it is."""
+    """Returns [shape, dtype, None] of each tensor, and [None, None, value] of other values, such as step counts."""
     return {
         name: [list(value.shape), str(value.dtype).removeprefix("torch."), None]
         if isinstance(value, Tensor)

@@ -70,7 +70,7 @@ class SplitWeights(Weights):
         self._update()
 
     def accept_step(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Does not take a step for a foreign write, although it has raised the versions of `parameters` by one."""
+        """Notes that a step has raised the versions of `parameters` by one, so that it is no outside write."""
         for parameter in parameters:
             if id(parameter) in self.in_force:
                 self._words[id(parameter)].version += 1

@@ -23,11 +23,13 @@ class StaticBatch:
         """Copies other micro-batches in; the host does not wait.
 
         Raises:
-            NotCapturableError: they differ in shapes, names or in what is no tensor.
+            NotCapturableError: they differ from the first ones in shapes, dtypes, keys or values that are no tensors.
         """
         for static, fresh in zip(self.parts, parts, strict=True):
             if not _is_alike(static, fresh):
-                raise NotCapturableError("batches of one size differ in their shapes or in what is no tensor")
+                raise NotCapturableError(
+                    "batches of one size differ in shapes, dtypes, keys or values that are not tensors"
+                )
             copy_tensors(static, fresh)
 
 

@@ -106,7 +106,7 @@ class Step:
         return self.compilation is not None or self._is_compiled_by_user
 
     def pass_kind(self, num_own: int, num_samples: int) -> Hashable:
-        """Returns what determines the calls that a pass of `num_own` of so many samples makes, as the step is set."""
+        """Returns a key for a pass over `num_own` of `num_samples` samples: passes of one key make the same calls."""
         stored = tuple(self.activations.storage.items())
         return num_own, num_samples, self.num_parts(num_samples), self.precision.key, stored
 
@@ -217,7 +217,7 @@ class Step:
         return self.activations.exclude_unpinned(step, self.peers.ranks)
 
     def _disable_failed_feature(self, error: BaseException, step: int) -> tuple[Fault, ...]:
-        """Does without what raised `error`: recomputation, or compiling the loss, blocks, the model; returns faults."""
+        """Disables what raised `error`: recomputation, or the compiled loss, blocks or model; returns faults."""
         is_compiling = is_compile_error(error) or isinstance(error, PeerCompileError)
         if self.compilation is None or not is_compiling or is_out_of_memory(error):
             return self.activations.exclude_failed(error, step)

@@ -91,12 +91,12 @@ def _refused_from_outside(model: nn.Module) -> str | None:
     if not is_plain(model):
         return "the model itself has hooks, or a forward function of its own beside its class's"
     if type(model).__module__.startswith("torch.") and type(model) is not nn.Sequential:
-        return f"the model is a {type(model).__name__}, whose forward function is not its own"
+        return f"the model is a {type(model).__name__} of PyTorch itself: a module of your own around it is traced"
     for parameter in inspect.signature(model.forward).parameters.values():
         if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
             return f"its forward function takes {parameter}"
         if parameter.default is not parameter.empty:
-            return f"its forward function's {parameter.name} may be left out"
+            return f"its forward function has an optional parameter, {parameter.name}"
     return None
 
 
@@ -151,7 +151,7 @@ class _Proxy(fx.Proxy):
         caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
         if caller in ("torch", __name__.partition(".")[0]) or caller in sys.stdlib_module_names:
             return type(self)
-        raise _UntraceableError("its forward pass asks for the type of a tensor")
+        raise _UntraceableError("its forward pass checks the type of a tensor")
 
 
 def _in_place(function: Callable[..., Any]) -> Callable[[_Proxy, Any], Any]:

@@ -97,8 +97,8 @@ class ComputeCopies(Weights):
     user) are detected by its version counter, except in-place writes through `.data`. A copy is kept until
     `drop_unused`: captured graphs hold its address.
 
-    These have no copy: a parameter with hooks, which would not fire there; and one of a module with a forward function
-    of its own, which may write to it, or add up many gradients of one element, as lookups do.
+    Some parameters have no copy: those with hooks, which would not fire on a copy, and those of a module with its own
+    forward function. That may write to a parameter. Lookups add up many gradients of one element.
     """
 
     def __init__(self, layers: Sequence[Layer], parameters: Iterable[nn.Parameter]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -163,9 +164,12 @@ def _merged_memory(signals: Sequence[MemorySignal]) -> MemorySignal:
 
 def _merged_faults(faults_of: Sequence[Sequence[Fault]]) -> tuple[Fault, ...]:
     """Returns the faults of all ranks, each once; the detail of one that rank 0 does not have names its rank."""
-    found: dict[Fault, Fault] = {}
+    found: dict[tuple[Fault, int], Fault] = {}
     for rank, faults in enumerate(faults_of):
+        num_alike = Counter[Fault]()
         for fault in faults:
+            kind = replace(fault, detail="")
             named = fault if rank == 0 else replace(fault, detail=f"rank {rank}: {fault.detail}")
-            found.setdefault(replace(fault, detail=""), named)
+            found.setdefault((kind, num_alike[kind]), named)
+            num_alike[kind] += 1
     return tuple(sorted(found.values(), key=lambda fault: fault.step))

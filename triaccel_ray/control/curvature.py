@@ -58,7 +58,7 @@ class ScheduledCurvature:
     def start(self) -> None:
         """Tries the measurement before the first step, or plans to do so later.
 
-        On a GPU, curvature for the log alone has its share of the time for this, too: most short runs do without.
+        On a GPU, the dry run of curvature that is only logged counts as overhead, so most short runs skip it.
         """
         if self._defers_dry_run:
             self._share.expect(DRY_RUN_S)

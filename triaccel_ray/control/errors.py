@@ -43,7 +43,7 @@ def require_finite(config: ControlConfig, observation: Observation) -> None:
 
 @contextlib.contextmanager
 def explaining_errors(training: Training, repeat_step: Callable[[], object] | None = None) -> Iterator[None]:
-    """Adds to an error of the step inside what would help: if memory has run out, or code takes no 16-bit tensors.
+    """Adds advice to an error of the step inside, if memory has run out or code rejects 16-bit tensors.
 
     `repeat_step` repeats the first step without the budget, to find the least one that suffices. None: any later step.
 

@@ -19,8 +19,8 @@ RECORD_AFTER = 8
 """Steps after which a tick is recorded: by then the host is ahead of the device, which does not have to wait."""
 _LOGGER = logging.getLogger("triaccel_ray")
 _EXPECTED = (
-    FaultKind.COMPILED, FaultKind.PRECISION_REFUSED, FaultKind.NOT_A_LAYER, FaultKind.CURVATURE_WAITS,
-    FaultKind.CURVATURE_FALLBACK,
+    FaultKind.COMPILED, FaultKind.PRECISION_REFUSED, FaultKind.PLAN_REPLACED, FaultKind.NOT_A_LAYER,
+    FaultKind.CURVATURE_WAITS, FaultKind.CURVATURE_FALLBACK,
 )  # fmt: skip
 """Kinds of faults that most runs have."""
 

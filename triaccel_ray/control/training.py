@@ -47,6 +47,7 @@ from triaccel_ray.records.signals import ParameterSignal
 
 _PLAIN = {"weights": "fp32", "step_in_backward": False, "optimizer_state": "fp32", "shard_optimizer": False}
 """Setting that needs the optimizer's kernel -> its value without one."""
+_Limits = tuple[int | None, int | None]
 
 
 class Training:
@@ -60,7 +61,7 @@ class Training:
         data: Any,
         config: ControlConfig,
         *,
-        memory: tuple[int | None, int | None],
+        memory: _Limits,
         epochs: float | None,
         seed: int,
     ) -> None:
@@ -83,9 +84,20 @@ class Training:
         self.ranks = joined_ranks(model, optimizer, config, seed=seed, epochs=epochs)
         self._require_kernel(optimizer)
         self.memory, self.pool = memory_meter(self.device, *memory), GraphPool(self.device)
+        try:
+            self._build(optimizer, data, memory, epochs=epochs, seed=seed)
+        except BaseException:
+            self.memory.close()
+            raise
+
+    def _build(
+        self, optimizer: torch.optim.Optimizer, data: Any, limits: _Limits, *, epochs: float | None, seed: int
+    ) -> None:
+        """Builds what needs memory: the samples, the parameters in their form, instruments and steps."""
+        model, loss, config = self.model, self.loss, self._config
         source, data_on = as_source(data), config.execution.data_on
         # If any rank has a limit: all take part in measuring.
-        is_open = needs_form(config) and self.ranks.any(memory != (None, None))
+        is_open = needs_form(config) and self.ranks.any(limits != (None, None))
         is_delivered = is_open and not isinstance(source, TensorSource)
         if is_delivered:
             source = delivered(source, self.device, data_on)
@@ -94,9 +106,8 @@ class Training:
         if is_open:
             task = CheckedTask(model=model, optimizer=optimizer, loss=loss, source=source)
             with self._on_stream():
-                self.parameters = parameter_signal(task, self.layers, config, limits=memory, ranks=self.ranks)
-        form, _ = decide_form(config, self.parameters)
-        self._form = form
+                self.parameters = parameter_signal(task, self.layers, config, limits=limits, ranks=self.ranks)
+        form = self._form = decide_form(config, self.parameters)[0]
         self._split_weights = SplitWeights(model, self.layers, optimizer) if form.is_split else None
         buckets = buckets_of(model, watched_parameters(optimizer, self.layers)) if form.steps_in_backward else None
         self.optimizer = LayerwiseOptimizer(

@@ -1,7 +1,7 @@
 """Finds, while a pass runs eagerly, what a captured CUDA graph of it may not repeat.
 
-Random numbers drawn on the host abort no capture: a replay would silently use the same ones again. Waits of the host
-abort it, which costs every graph that exists (`graphs`), if the pass still waits then.
+Random numbers drawn on the host do not abort a capture, but replays would silently repeat them. A synchronization of
+the host aborts it, and a failed capture costs all graphs of the pool (`GraphPool`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Obstacle(NamedTuple):
 
     text: str
     is_certain: bool = True
-    """Whether a capture is sure to fail or to mislead. A wait is not: some models wait only while they are not
-    captured. Those of transformers read no values of their masks then."""
+    """Whether a capture is sure to fail or to mislead. A synchronization is not: some models, such as those of
+    transformers, which read their masks, synchronize only while they are not captured."""
 
 
 @contextlib.contextmanager

@@ -24,8 +24,8 @@ class BatchShares(NamedTuple):
 class Sampler:
     """Walks through a random permutation of the samples, a new one each epoch, in batches of any size.
 
-    Of several ranks, each takes every n-th sample of the epoch's order, so that its samples are known ahead whatever
-    the batch sizes. Its shares of two batches of one size differ by one sample at most.
+    Of n ranks, each takes every n-th sample of the epoch's order, so that it can prefetch without knowing batch sizes.
+    Its shares of two batches of one size differ by one sample at most.
 
     Each permutation is announced to the source as soon as it is known, so that it may prefetch. An `IterableSource`
     has an order of its own, and an epoch ends with its samples.

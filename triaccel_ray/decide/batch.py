@@ -188,9 +188,11 @@ def batch_lr_scale(config: BatchConfig, batch_size: int, noise: NoiseSignal | No
     """Returns the factor on the learning rate at `batch_size`, relative to the starting size.
 
     `sqrt` keeps the noise of a step constant (Krizhevsky 2014), `linear` the path per sample (Goyal et al. 2017).
-    `adascale` lies between 1 and linear, by how much of the gradient is noise: its gain is
-    (s2 + m2) / (s2 / S + m2) with S = B / B_0, s2 = tr Cov / B_0, m2 = |E g|^2 (Johnson et al. 2020, eq. 5); 1 before
-    the first measurement. An unbiased estimate of a moment may be negative and then counts as zero.
+    `adascale` lies between 1 and linear, by how much of the gradient is noise (Johnson et al. 2020, eq. 5):
+
+        (s2 + m2) / (s2 / S + m2)    with S = B / B_0, s2 = tr Cov / B_0, m2 = |E g|^2
+
+    It is 1 before the first measurement. An unbiased estimate of a moment may be negative and then counts as zero.
     """
     ratio = batch_size / config.start
     if config.lr_rule == "none":

@@ -14,15 +14,18 @@ from triaccel_ray.records.signals import MemoryProfile, MemorySignal, Observatio
 from triaccel_ray.records.state import MemoryState, PassTiming, PeakReading, Stored
 
 _TIGHT_SHARE = 0.99
-"""Share of the attainable memory above which a smaller plan is chosen: more than what plans are made for, or a small
-error of prediction would undo each."""
+"""Share of the attainable memory above which a smaller plan is chosen: more than `_BUDGET_SHARE`, or small errors would
+undo each plan."""
 BARRED_SHARE = 0.95
 """After a plan failed, others must take less than this share of its bytes by the model."""
-_BUDGET_SHARE, _SHARE_PER_FAILURE, _LEAST_SHARE = 0.97, 0.04, 0.8
-"""Share of the attainable memory that a plan may be predicted to take, what each plan that ran short although predicted
-to fit takes off it, and the least share. The rest is for errors of prediction: three failures cover errors of 12 %."""
+_BUDGET_SHARE = 0.97
+"""Share of the attainable memory that a plan may be predicted to take."""
+_SHARE_PER_FAILURE = 0.04
+"""What each plan that ran short although predicted to fit takes off that share: three cover errors of 12 %."""
+_LEAST_SHARE = 0.8
+"""The least that failures leave of that share."""
 _MORE_SHARE = 1.05
-"""Attainable memory, relative to that of the last failure, from which on the failure says nothing any more."""
+"""Growth of the attainable memory from which on an earlier failure no longer counts."""
 _BYTES_TOLERANCE, _MS_TOLERANCE = 0.05, 0.10
 """Relative differences between prediction and measurement from which on they are reported."""
 

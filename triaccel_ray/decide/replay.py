@@ -41,8 +41,9 @@ def replay(config: ControlConfig, log: Sequence[tuple[Observation, Decision]]) -
     else:
         state = initial_decision(config, [(layer.name, layer.supported) for layer in first.layers]).state
         initial = {name: layer.by_variance for name, layer in state.layers.items()}
-        if (config.batch.start, initial) != (first.plan.batch_size, first.plan.precision):
-            plan = replace(first.plan, batch_size=config.batch.start, precision=initial)
+        batch = config.batch
+        plan = replace(first.plan, batch_size=batch.start, num_micro_batches=batch.accumulate, precision=initial)
+        if plan != first.plan:
             return Replay(decisions=(Decision(plan=plan, state=state),), diverged_at=0)
     for index, (observation, recorded) in enumerate(log[len(decisions) :], len(decisions)):
         decision = decide(config, observation, state)

@@ -39,8 +39,8 @@ from triaccel_ray.records.state import MemoryState, Stored, ThroughputState, Unp
 _MOST_SHORT = 2
 """Number of plans in a row that may run short although predicted to fit, before no other is tried during the bar."""
 _FASTER_SHARE = 0.97
-"""A plan replaces the one in force if its predicted time is at most this share, for medians vary by 1 %; one that keeps
-everything of the undivided batch, if it is no slower."""
+"""A plan replaces the one in force if its predicted time is at most this share of the time now: medians vary by 1 %.
+One that keeps everything of the undivided batch must only be no slower."""
 _MOST_DOUBLINGS = 5
 """How often the ticks for which plans are barred double at most."""
 _SEARCH_AGAIN = 0.02
@@ -86,8 +86,8 @@ def decide_storage(
     Only a batch that cannot shrink is planned: an elastic one above its smallest size shrinks and keeps everything.
 
     - After an out-of-memory error that passed once all regions were recomputed, all stay recomputed.
-    - A plan that was slower than predicted is undone, and no other is tried for a while; at once if this was the first
-      to tell what a micro-batch costs.
+    - A plan whose steps are slower than before is undone. No other is tried for a while, unless its timing was the
+      first to show what a micro-batch costs.
     - Where memory is nearly exhausted, because other processes took it, the cheapest plan that still fits is chosen.
     - Otherwise the cheapest plan is chosen if it is faster and saves more time than it costs. It is chosen anyway if it
       undoes micro-batches that change the results, which `cheapest_plan` prefers up to a limit, or keeps everything of
@@ -209,7 +209,7 @@ def _after_tick(state: MemoryState) -> MemoryState:
         state,
         cap_ticks_left=cap_ticks_left,
         hold_ticks=max(state.hold_ticks - 1, 0),
-        examined_bytes=None if state.cap_ticks_left != cap_ticks_left == 0 else state.examined_bytes,
+        examined_bytes=None if state.cap_ticks_left == 1 else state.examined_bytes,  # the bar ends: search again
     )
 
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.records.plan import Plan, Precision, Reason, ReasonCode
+from triaccel_ray.records.plan import FaultKind, Plan, Precision, Reason, ReasonCode
 from triaccel_ray.records.signals import Observation
 from triaccel_ray.records.state import BatchState, Change, LayerState, Stored, ThroughputState, Timing
 
 _TOLERANCE = 0.25
-"""A plan counts as slower if its time per sample is longer by more than this share, which exceeds the noise of medians
-on a machine with other load."""
+"""Relative increase of the time per sample above which a plan is slower: more than the noise of medians on a busy
+machine."""
 _CAPTURED_TOLERANCE = 0.03
-"""The same for a lower precision or a memory plan in captured steps, on a GPU, whose medians vary by less than 1 %."""
+"""The same for a lower precision or memory plan in captured steps, whose medians vary by less than 1 %."""
 EFFICIENT_SHARE = 0.97
 """A batch size is efficient if its samples per second reach this share of the best size's (AccUDNN)."""
 _EXPECTED_SHARE = 0.2
@@ -54,6 +54,8 @@ def judge(config: ControlConfig, observation: Observation, state: ThroughputStat
     """
     state, change = _with_spent(state, observation.adapting_ms), state.change
     failed = observation.apply_fault is not None
+    if any(fault.kind is FaultKind.PLAN_REPLACED for fault in observation.faults):
+        state, change = _without_change(state), None
     if change is not None and (refused := observation.refused_layers):
         change = _without_layers(change, refused)
         state = _without_change(state) if change is None else replace(state, change=change)
@@ -132,10 +134,9 @@ def size_that_pays(
 def expected_cost_ms(observation: Observation, state: ThroughputState, *, has_new_sizes: bool) -> float:
     """Returns what a new plan is expected to cost in milliseconds.
 
-    With a new size of batch or micro-batch, as much as the last one. Else, and before the first, the most that an
-    interval has spent on new plans since the first plan, which also loaded libraries and compiled kernels: an epoch's
-    short last batch takes about as long as a new size. But a compiled model may be compiled anew for new sizes: before
-    the first, the first plan counts too.
+    For a new size of batch or micro-batch, this is what the last one cost. Otherwise, and before the first, it is the
+    most that one interval has spent on new plans: an epoch's short last batch costs about as much as a new size. The
+    first plan does not count, because it also loads libraries, unless new sizes may recompile the model.
     """
     if has_new_sizes and state.growth_ms is not None:
         return state.growth_ms

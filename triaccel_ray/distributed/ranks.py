@@ -154,12 +154,12 @@ class Ranks:
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         as_bytes = flat.view(torch.uint8)  # any dtype, booleans too
         with self._naming_lost_ranks_on_devices():
-            dist.broadcast(as_bytes, group=self._group, group_src=0)  # a group that was ended maps no global ranks
+            dist.broadcast(as_bytes, group=self._group, group_src=0)  # not src: an aborted group maps no global ranks
         for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
 
     def stack(self, tensor: Tensor) -> Tensor:
-        """Returns the contiguous tensors of all ranks, which are alike, as [world_size, *]; work as in `start_sum`."""
+        """Returns all ranks' tensors, contiguous and of one shape and dtype, as [world_size, *]; see `start_sum`."""
         found = tensor.new_empty(self.world_size, *tensor.shape)
         if self.is_alone:
             return found.copy_(tensor)

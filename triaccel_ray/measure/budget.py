@@ -48,8 +48,8 @@ def limits_within(
 ) -> tuple[Limits, list[Probe]]:
     """Returns the limits under which a measurement fits a budget, and probes to predict its time, empty if not needed.
 
-    Probes two samples and four. If four would exceed the budget, one sample gives the memory; two that pass one by one
-    then give the time of a pass, for a whole measurement of one takes longer. Peaks are extrapolated linearly.
+    Probes two samples and four. If four would exceed the budget, one sample gives the memory, and two, passed one by
+    one, give the time. Peaks are extrapolated linearly.
 
     Args:
         budget_bytes: what the tensors may take at their peak; None: no bound.

@@ -21,11 +21,11 @@ from triaccel_ray.records.signals import MemorySignal
 
 MIB = 2**20
 LIBRARIES_BYTES = 192 * MIB
-"""Kept free of a budget until `require_room`: the first samples load libraries, which take 162 MiB on an H200."""
+"""Bytes of a budget kept free until `require_room`, for libraries that the first samples load: 162 MiB on an H200."""
 LAZY_LOADING_BYTES = 96 * MIB
-"""Kept free from then until the first tick for what libraries, kernels and graphs take outside the allocator."""
+"""Bytes kept free from then until the first tick, for libraries, kernels and graphs outside the allocator."""
 NEW_PLAN_BYTES = 32 * MIB
-"""Kept free afterwards for what a new plan loads outside the allocator: kernels, streams, arguments of a graph."""
+"""Bytes kept free after the first tick, for what a new plan loads outside the allocator, such as kernels."""
 
 
 class MemoryMeter(ABC):

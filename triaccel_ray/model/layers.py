@@ -135,8 +135,8 @@ def require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers
                 f"in; {way_out}"
             )
     for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True:
-            raise ValueError(f"{type(module).__name__} {name!r} has sparse = True: must be False")
+        if getattr(module, "sparse", False) is True and any(True for _ in module.parameters(recurse=False)):
+            raise ValueError(f"{type(module).__name__} {name!r} has sparse = True: must be False, for dense gradients")
     updated = {p for group in optimizer.param_groups for p in group["params"]}
     if updated.isdisjoint(weight for layer in layers for weight in layer.weights):
         raise ValueError(

@@ -175,6 +175,8 @@ class FaultKind(StrEnum):
     PRECISION_REFUSED = "precision_refused"
     """A precision is not offered: the device has no instructions for it, it brings no speedup, or it changes the
     outputs of a new model too much."""
+    PLAN_REPLACED = "plan_replaced"
+    """A resumed run cannot go on with the plan of its checkpoint; step times before it do not count."""
     LOWERING_REFUSED = "lowering_refused"
     """Layers keep their precision, because a lower one raised the loss or changed the outputs."""
     PRECISION_UNCHECKED = "precision_unchecked"

@@ -190,8 +190,8 @@ class ThroughputState:
     change: Change | None = None
     """The change that is not judged yet, if any."""
     slowdown: float = 1.0
-    """By which factor growing has lengthened a step per sample since the batch last shrank, or precisions, number of
-    micro-batches or storage changed; at least 1."""
+    """Factor by which growth has lengthened the time per sample, at least 1. It begins anew if the batch shrinks, or
+    precisions, micro-batches or storage change."""
     other_timing: Timing | None = None
     """Another batch size, timed with the current precisions, number of micro-batches and storage."""
     growth_ms: float | None = None

@@ -160,16 +160,17 @@ def joined(chunks: Sequence[Tensor]) -> Tensor:
 
 def _columns_of_one(sample: Objective, head: Head, layers: Sequence[Layer]) -> list[Tensor]:
     root, cotangents = head(sample.outputs(), sample)
-    weights = [weight for layer in layers for weight in layer.weights]
+    trained = [weight for layer in layers for weight in layer.weights if weight.requires_grad]
     columns: list[list[Tensor]] = [[] for _ in layers]
     for c, cotangent in enumerate(cotangents):
-        gradients: Sequence[Tensor | None] = [None] * len(weights)
-        if root.requires_grad:
+        gradients: Mapping[Tensor, Tensor | None] = {}
+        if root.requires_grad and trained:
             is_last = c == len(cotangents) - 1
-            gradients = torch.autograd.grad(root, weights, cotangent, retain_graph=not is_last, allow_unused=True)
-        parts = (_flat(gradient, weight) for gradient, weight in zip(gradients, weights, strict=True))
+            found = torch.autograd.grad(root, trained, cotangent, retain_graph=not is_last, allow_unused=True)
+            gradients = dict(zip(trained, found, strict=True))
         for layer, column in zip(layers, columns, strict=True):
-            column.append(torch.cat([next(parts) for _ in layer.weights]).to(compute_dtype(layer)))
+            parts = [_flat(gradients.get(weight), weight) for weight in layer.weights]
+            column.append(torch.cat(parts).to(compute_dtype(layer)))
     return [torch.stack(column) for column in columns]
 
 

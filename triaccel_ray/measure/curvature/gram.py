@@ -74,7 +74,7 @@ class GramMethod(Method):
             try:
                 return self._measure(objective, structure)
             except StructureChangedError as error:
-                reason = f"the course of the model depends on its samples: {error}"
+                reason = f"the calls that the model makes depend on its samples: {error}"
             structure = self.structure = structure.by_samples(self._layers, reason, varies=True)
         return self._measure(objective, structure)
 

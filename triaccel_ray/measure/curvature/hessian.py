@@ -141,9 +141,11 @@ class LossGradient:
         if not curved:
             return torch.zeros_like(u)
         roots, directions = zip(*curved, strict=True)
+        trained = [weight for weight in layer.weights if weight.requires_grad]
         with _attention():
-            images = torch.autograd.grad(roots, layer.weights, directions, retain_graph=True, allow_unused=True)
-        flat = [torch.zeros_like(w) if image is None else image for w, image in zip(layer.weights, images, strict=True)]
+            found = torch.autograd.grad(roots, trained, directions, retain_graph=True, allow_unused=True)
+        images = dict(zip(trained, found, strict=True))
+        flat = [torch.zeros_like(w) if (image := images.get(w)) is None else image for w in layer.weights]
         return torch.cat([part.flatten() for part in flat])
 
 

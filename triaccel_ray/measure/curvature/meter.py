@@ -139,7 +139,7 @@ class CurvatureMeter:
         return self._may_capture and self._stage is Stage.EAGER
 
     def dry_run(self, inputs: Any, targets: Any) -> None:
-        """Measures a few samples, singly or else together; if both fail, but not for memory, turns curvature off."""
+        """Measures a few samples one by one, or else together; turns curvature off if both fail, but not for memory."""
         objective = self._objective(inputs, targets)
         for limits in (Limits(chunk_samples=1, kept_bytes=sys.maxsize), objective.limits):
             try:
