@@ -167,7 +167,9 @@ def test_a_run_that_needs_a_gpu_waits_for_a_machine_with_one(tmp_path: Path, wit
             [sys.executable, "-m", "triaccel_ray.service", *words], stdout=file, stderr=subprocess.STDOUT
         )
     try:
-        wait_until(lambda: "the cluster has no GPU yet" in said.read_text() or command.poll() is not None)
+        wait_until(
+            lambda: "the cluster has 0 GPUs now: the run waits for 1" in said.read_text() or command.poll() is not None
+        )
         with cluster(without_gpu.address):
             wait_until(lambda: {"GPU": 1.0, "CPU": 1.0} in _waited_for() or command.poll() is not None)
         assert command.poll() is None, said.read_text()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from triaccel_ray.service.runs.saving import SavingPolicy
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trial import NAME, RunContext, RunTrial
@@ -9,12 +10,13 @@ from triaccel_ray.service.storage.storage_path import StoragePath
 
 
 class LocalTrial(RunTrial):
-    """A trial in this process."""
+    """A trial in this process, which is no actor: it outlives the trial."""
 
     context: RunContext
 
     def setup(self, config: dict[str, Any], context: RunContext | None = None) -> None:
-        super().setup(config, self.context)
+        self._context, self._saving = self.context, SavingPolicy()
+        self._configure(config)
 
 
 def local_trial(context: RunContext, config: dict[str, Any]) -> RunTrial:

@@ -33,13 +33,6 @@ from triaccel_ray.trainables.registry import name_of
 QUICK: dict[str, Any] = {"epochs": 1, "device": "cpu"}
 
 
-class OwnPath:
-    """A path of another library."""
-
-    def __fspath__(self) -> str:
-        return "runs"
-
-
 def test_keywords_mean_what_the_options_mean() -> None:
     words = (
         "search digits --trials 3 --margin 2 --also alpha batch_steps --name hunt --lr 1 --memory-headroom 1024B "
@@ -48,7 +41,7 @@ def test_keywords_mean_what_the_options_mean() -> None:
     given: dict[str, Any] = {"trials": 3, "margin": 2, "also": ("alpha", "batch_steps"), "name": "hunt", "lr": 1}
     given |= {"memory_headroom": 1024, "data_dir": "files", "noise_bound": True, "fuse": False, "t_ctrl": 5}
     given |= {"address": "auto"}
-    for storage in ("runs", Path("runs"), OwnPath()):
+    for storage in ("runs", Path("runs")):
         assert command_of(Search, "digits", {**given, "storage_path": storage}) == parse(words.split())
     from_text = command_of(Run, Digits, {"memory_budget": "2GiB", "final": True, "data_dir": Path("files")})
     assert from_text == parse(["run", "digits", "--memory-budget", "2GiB", "--final", "--data-dir", "files"])

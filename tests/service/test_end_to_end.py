@@ -10,22 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.build import same
 from tests.service.desk import Desk
 from tests.service.own_task import own_spec, write_module
 from tests.service.stores import history, runs
-from tests.service.worker_factory import decided, last_of
 from triaccel_ray.records.events import End, Start, read_events
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.search_spaces.tuned import TunedThresholds
 from triaccel_ray.service.cli.parsing import parse
-from triaccel_ray.service.cli.translation import run_of
+from triaccel_ray.service.cli.translation import spec_of
 from triaccel_ray.service.compare.comparison import read_comparison
 from triaccel_ray.service.report.search import recommendation
 from triaccel_ray.service.runs.record import read_run
-from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.search.search import best_trial, read_search
 from triaccel_ray.service.storage.layout import ERROR, EVENTS, FOUND, MODEL, SPEC, read_value, write_value
 from triaccel_ray.trainables.task import Purpose
@@ -108,7 +104,7 @@ def test_batch_sizes_are_timed_and_the_efficient_one_is_trained_with(
     assert {EVENTS, "report.html"} <= desk.artifacts(recorded)
 
     (pasted,) = [line for line in said.out.splitlines() if line.startswith("triaccel run")]
-    spec = run_of(parse(shlex.split(pasted)[1:]))
+    spec = spec_of(parse(shlex.split(pasted)[1:]))
     batch = spec.control.batch
     assert (spec.method, spec.keep, batch.start, batch.enabled) == ("triaccel", "last", size, False)
     assert spec.recipe.lr == pytest.approx(run.end.results["lr"], rel=1e-3)
@@ -128,7 +124,7 @@ def test_a_search_end_to_end(desk: Desk, own: str, capsys: pytest.CaptureFixture
     (pasted,) = [line for line in said.splitlines() if line.startswith("triaccel run")]
     assert pasted == recommendation(record)[1]
     (recommended,) = [run for run in (best, *record.baselines.values()) if str(run.folder) in pasted]
-    assert run_of(parse(shlex.split(pasted)[1:])) == replace(recommended.spec, keep="last")
+    assert spec_of(parse(shlex.split(pasted)[1:])) == replace(recommended.spec, keep="last")
     kept = read_value(TunedThresholds, desk.storage / "hunt" / FOUND, "")
     precision = replace(best.spec.control.precision, initial_layers={})  # acts until the first tick alone
     assert kept.onto(record.spec.base.control) == replace(best.spec.control, precision=precision)
@@ -228,28 +224,15 @@ def test_a_comparison_end_to_end(desk: Desk, own: str, tmp_path: Path, capsys: p
     assert [type(event.record) for event in read_events(folder / EVENTS)] == [Start, End]
 
 
-def test_an_interrupted_run_of_a_users_own_task_ends_as_if_it_had_not_been(desk: Desk, own: str) -> None:
-    task, words = f"{own}:Blobs", ("--epochs", "3", "--seed", "2", "--device", "cpu")
-    assert desk.type("run", task, "--name", "whole", *words) == 0
-    whole = read_run(desk.storage / "whole")
-    assert whole.spec == own_spec(task, seed=2, keep="last")
-
-    worker = Worker(whole.spec, desk.storage / "cut")
-    worker.resume()
-    worker.advance()
-    worker.checkpoint()
-    worker.close()
-    (desk.storage / "begun").mkdir()
-    write_value(desk.storage / "begun" / SPEC, whole.spec)
-    (desk.storage / "begun" / EVENTS).write_bytes(b'{"sequence":0,')  # the disk was full
-    for name in ("cut", "begun"):
-        assert desk.type("resume", name) == 0
-        resumed = read_run(desk.storage / name)
-        assert len(resumed.interruptions) == (name == "cut")
-        for figure in ("accuracy", "loss", "epochs"):
-            assert last_of(resumed.folder).results[figure] == last_of(whole.folder).results[figure]
-        assert decided(resumed.folder) == decided(whole.folder)
-        assert same(*(torch.load(folder / MODEL) for folder in (resumed.folder, whole.folder)))
+def test_a_run_that_was_lost_in_its_first_record_begins_again(desk: Desk, own: str) -> None:
+    spec, folder = own_spec(f"{own}:Blobs", keep="last"), desk.storage / "begun"
+    folder.mkdir()
+    write_value(folder / SPEC, spec)
+    (folder / EVENTS).write_bytes(b'{"sequence":0,')  # the disk was full
+    assert desk.type("resume", "begun") == 0
+    run = read_run(folder)
+    assert (run.status, run.spec, run.interruptions) == ("finished", spec, ())
+    assert (folder / MODEL).exists()
 
 
 def test_what_only_the_actor_can_know_is_bad_input_too(

@@ -13,8 +13,10 @@ from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.job_submission import JobDetails
 
 from tests.service.desk import typed
+from tests.service.records import RUN_SPEC
 from triaccel_ray.service.cli.parsing import parse
 from triaccel_ray.service.jobs import RESUME_KEY, WHAT_KEY, jobs_grid, submission
+from triaccel_ray.service.storage.layout import SPEC, write_value
 
 SECRETS = {
     "MLFLOW_TRACKING_PASSWORD": "word-of-the-environment-6711",
@@ -43,30 +45,28 @@ def entry(job: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("typed", "becomes"),
     [
-        ("run digits --name mine", "run digits --name mine {kept}"),
-        ("run digits --storage-path /shared", "run digits --name j --storage-path /shared"),
-        ("search digits --storage_path=x --trials 3", "search digits --trials 3 --name j --storage-path {here}/x"),
-        ("compare digits --experiment 'two words'", "compare digits --experiment 'two words' --name j {kept}"),
-        ("tune-batch digits --batch-max 128", "tune-batch digits --batch-max 128 --name j {kept}"),
-        ("run text-gpt --data-dir files", "run text-gpt --name j --data-dir {here}/files {kept}"),
-        ("run digits --tracking-uri sqlite:///db", "run digits --name j {kept} --tracking-uri sqlite:///{here}/db"),
-        ("run digits --tracking-uri sqlite:////a@b/db", "run digits --name j {kept} --tracking-uri sqlite:////a@b/db"),
-        ("run digits --tracking-uri http://h:1 --address auto", "run digits --name j {kept} --tracking-uri http://h:1"),
+        ("run digits --name mine", "run digits --name mine --name mine {kept}"),
+        ("run digits --storage_path x", "run digits --storage_path x --name j --storage-path {here}/x"),
+        ("run digits --tracking-uri sqlite:///db", "{typed} --name j {kept} --tracking-uri sqlite:///{here}/db"),
+        ("run digits --tracking-uri sqlite:////a@b/db", "{typed} --name j {kept} --tracking-uri sqlite:////a@b/db"),
+        ("run text-gpt --data-dir files", "{typed} --name j --data-dir {here}/files {kept}"),
+        ("run --from ./runs/mine", "{typed} --from {here}/runs/mine --name j {kept}"),
+        ("compare digits --experiment 'two words' --address auto", "{typed} --name j {kept}"),
         (
             "search digits --storage-path 's3://bucket/runs?region=x' --tracking-uri http://host:5000",
-            "search digits --name j --storage-path 's3://bucket/runs?region=x' --tracking-uri http://host:5000",
+            "{typed} --name j --storage-path 's3://bucket/runs?region=x' --tracking-uri http://host:5000",
         ),
         ("resume mine", "resume mine {kept}"),
-        ("resume mine --storage-path s3://bucket/x", "resume mine --storage-path s3://bucket/x"),
         ("resume ./runs/mine", "resume {here}/runs/mine {kept}"),
-        ("resume search/trials/1", "resume search/trials/1 {kept}"),
     ],
 )
 def test_a_job_does_what_was_typed_with_nothing_in_its_own_folder(tmp_path: Path, typed: str, becomes: str) -> None:
     (tmp_path / "runs" / "mine").mkdir(parents=True)
+    write_value(tmp_path / "runs" / "mine" / SPEC, RUN_SPEC)
     words, kept = entry(submitted(typed, name="j")), f"--storage-path {tmp_path}/triaccel-runs"
-    assert words == [*shlex.split(becomes.format(here=tmp_path, kept=kept)), "--address", "auto"]
-    assert parse(words)
+    assert words == [*shlex.split(becomes.format(here=tmp_path, kept=kept, typed=typed)), "--address", "auto"]
+    storage = parse(words).where.storage_path  # the last one given counts
+    assert storage.uri is not None or Path(storage.storage).is_absolute()
 
 
 def test_names_are_readable_and_a_stopped_job_can_be_resumed(tmp_path: Path) -> None:

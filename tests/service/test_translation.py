@@ -15,14 +15,7 @@ from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.options import RUN_SETTINGS, command_for, settings_of_run, settings_text
 from triaccel_ray.service.cli.parsing import check, parse
 from triaccel_ray.service.cli.specs import Run, Search
-from triaccel_ray.service.cli.translation import (
-    comparison_of,
-    replayed_control,
-    run_of,
-    search_of,
-    tuning_of,
-    with_options,
-)
+from triaccel_ray.service.cli.translation import replayed_control, spec_of, with_options
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.search.spec import SearchSpec
@@ -59,7 +52,7 @@ def typed(*words: str) -> Any:
     """The spec that a command line means."""
     command: Any = parse(words)
     check(command)
-    return {"run": run_of, "search": search_of, "compare": comparison_of}[words[0]](command)
+    return spec_of(command)
 
 
 @pytest.fixture(autouse=True)
@@ -97,9 +90,7 @@ def test_every_field_of_the_configurations_is_an_option() -> None:
         for name in each.path:
             value = getattr(value, name)
         if each.path[0] in ("control", "recipe") and value is not None:
-            option = settings_of_run(UNUSUAL)[each.name]
-            option = {True: "on", False: "off"}.get(option, option) if isinstance(option, bool) else option
-            assert each.read(option) == value
+            assert each.read(settings_of_run(UNUSUAL)[each.name]) == value
 
 
 def test_a_run_is_repeated_by_its_name() -> None:
@@ -134,7 +125,7 @@ def test_a_file_may_hold_the_options_of_a_search_and_what_is_typed_overrides_the
     words = "search --config hunt.toml --also t_ctrl --trials 16 --experiment triaccel-searches"
     command: Any = parse(words.split())  # the last one is the default
     assert (command.name, command.experiment, command.task) == ("hunt", "triaccel-searches", "digits")
-    assert (search_of(command).num_trials, search_of(command).optional) == (16, ("t_ctrl",))
+    assert (spec_of(command).num_trials, spec_of(command).optional) == (16, ("t_ctrl",))
     given: dict[str, Any] = {"trials": 16, "also": ["t_ctrl"], "experiment": "triaccel-searches"}
     assert command_of(Search, None, {"config": "hunt.toml", **given}) == command
 
@@ -214,7 +205,7 @@ def test_an_option_takes_what_belongs_to_it_from_a_repeated_run() -> None:
 def test_a_switch_may_have_a_word_beside_on_and_off(word: str, value: Any) -> None:
     spec = typed("run", "digits", "--step-in-backward", word)
     assert spec.control.step_in_backward == value
-    assert run_of(command_of(Run, "digits", {"step_in_backward": value})) == spec
+    assert spec_of(command_of(Run, "digits", {"step_in_backward": value})) == spec
     Path("mine.toml").write_text(settings_text(spec))
     assert typed("run", "--config", "mine.toml") == spec
     with pytest.raises(ValueError, match="step_in_backward = 'maybe': must be one of on, off, auto"):
@@ -258,7 +249,7 @@ def test_any_starting_batch_size_has_a_ladder(batch_size: int) -> None:
 def test_batch_sizes_are_timed_from_the_smallest_of_the_task_whatever_the_first(
     words: str, sizes: tuple[int, int, int]
 ) -> None:
-    spec = tuning_of(parse(["tune-batch", "digits", *words.split()]))
+    spec = typed("tune-batch", "digits", *words.split())
     batch = spec.control.batch
     assert (batch.minimum, batch.start, batch.maximum) == sizes
     assert (spec.method, spec.keep, spec.purpose) == ("tune-batch", None, Purpose.SEARCH)

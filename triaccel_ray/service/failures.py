@@ -12,7 +12,7 @@ import pickle
 import shutil
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,7 +68,7 @@ class RunFailedError(RuntimeError):
 class RunsFailedError(RunFailedError):
     """No run of a search or comparison finished; the message says how each failed."""
 
-    def __init__(self, failures: Sequence[str]) -> None:
+    def __init__(self, failures: Iterable[str]) -> None:
         """Joins the messages of the failed runs."""
         RuntimeError.__init__(self, "\n".join(failures))
         self.cause = "runs"

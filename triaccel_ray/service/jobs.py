@@ -24,8 +24,7 @@ from triaccel_ray.service.cli.translation import spec_of
 from triaccel_ray.service.cluster.cluster import (
     ClusterUnavailableError,
     environment_variables,
-    require_listening,
-    require_reachable,
+    reason_unreachable,
     scoped_token_auth,
 )
 from triaccel_ray.service.console import err, out, rich_table
@@ -131,9 +130,9 @@ def job_client(address: str | None) -> Iterator[JobSubmissionClient]:
             f"{named}: the cluster does not let you in ({_reason(error)}); copy its head node's ~/.ray/auth_token to "
             "the same place here, or set RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
         ) from error
-    except (OSError, RayError, ClusterUnavailableError) as error:  # exceptions of `requests` are OSErrors
-        reason = error.reason if isinstance(error, ClusterUnavailableError) else _reason(error)
-        raise ClusterUnavailableError(f"{named}: no Ray cluster serves jobs there ({reason}); {_WAY_OUT}") from error
+    except (OSError, RayError) as error:  # exceptions of `requests` are OSErrors
+        rule = f"no Ray cluster serves jobs there ({_reason(error)}); {_WAY_OUT}"
+        raise ClusterUnavailableError(f"{named}: {rule}") from error
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{named}: the cluster refuses: {_reason(error)}") from error
     finally:
@@ -145,12 +144,13 @@ def _connect(address: str) -> JobSubmissionClient:
     from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
     from ray.job_submission import JobSubmissionClient
 
-    if address.startswith(("http://", "https://")):  # a quick check: Ray's client waits longer
+    port = address
+    if address.startswith(("http://", "https://")):  # Ray's client would wait for minutes
         host = urlsplit(address).netloc.rpartition("@")[2]
         has_port = ":" in host.rpartition("]")[2]  # the colons of an IPv6 address stand in brackets
-        require_listening(host if has_port else f"{host}:{443 if address.startswith('https') else 80}")
-    else:
-        require_reachable(address)
+        port = f"ray://{host}" if has_port else f"ray://{host}:{443 if address.startswith('https') else 80}"
+    if reason := reason_unreachable(port):
+        raise ConnectionError(reason)
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
         with environment_variables({_SERVER: address}):  # overrides any address given to Ray's client
@@ -200,18 +200,19 @@ def submission(words: Sequence[str], *, name: str | None) -> tuple[dict[str, Any
     stays = [] if storage.uri is not None else [storage.folder]
     access = "share" if storage.uri is None else "reach, with credentials of their own"
     notes = [f"storage: {storage}, which all machines of the cluster must {access}"]
-    kept = _without(words, "storage-path", "tracking-uri", "address", "name", "data-dir", "from")
     if isinstance(command, Resume):
         given = command.where.tracking_uri
         store = None if given is None else named_store(given)  # else the store used before
         target, subject = _absolute_name(command.name), Path(command.name).name
-        kept = [target if word == command.name else word for word in kept]
+        kept = [target if word == command.name else word for word in words]
         job = checked_name(name) if name is not None else new_name(None, "resume", subject)
     else:
         tracking_uri_of(command.where)
         store = named_store(command.where.tracking_uri)
-        require_experiment(command.experiment)
+        if command.experiment is not None:
+            require_experiment(command.experiment)
         spec_of(command)  # raises errors in the options now; otherwise they would appear later, in the job's log
+        kept = list(words)
         subject = command.task or Path(command.from_ or "").name
         job = new_name(name or command.name, words[0], subject)
         target = job if command.name is None else checked_name(command.name)
@@ -224,6 +225,7 @@ def submission(words: Sequence[str], *, name: str | None) -> tuple[dict[str, Any
             kept += ["--data-dir", str(data_dir)]
             stays.append(data_dir)
             notes.append(f"data: {data_dir}, which the cluster's machines must have too")
+    # Options that are added here come last, and so override those in `words`.
     where = ["--storage-path", storage.storage, *([] if store is None else ["--tracking-uri", store])]
     runtime_env = {
         "working_dir": str(folder),
@@ -279,17 +281,3 @@ def jobs_grid(jobs: Sequence[JobDetails], *, now_ms: int) -> Grid:
 def _absolute_name(name: str) -> str:
     """Returns `name`, or its absolute path if it is a path to an existing folder."""
     return os.path.abspath(name) if os.sep in name and os.path.isdir(name) else name
-
-
-def _without(words: Sequence[str], *options: str) -> list[str]:
-    """Returns the words without these options and their values, in any of their spellings."""
-    kept: list[str] = []
-    remaining = iter(words)
-    for word in remaining:
-        option, equals, _ = word.partition("=")
-        if option.startswith("--") and option[2:].replace("_", "-") in options:
-            if not equals:
-                next(remaining, None)
-        else:
-            kept.append(word)
-    return kept

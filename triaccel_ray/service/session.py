@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import os
 import re
 import time
@@ -46,9 +46,9 @@ def named_store(given: str | None) -> str | None:
     name, uri = "tracking uri", given
     if uri is None:
         name = "MLFLOW_TRACKING_URI"
-        uri = os.environ.get(name, "").strip()
-        if not uri:
-            return None
+        uri = os.environ.get(name, "").strip() or None
+    if uri is None:
+        return None
     path, shown = sqlite_path(uri), without_passwords(uri)
     is_supported = uri.startswith(("http://", "https://")) or path is not None
     rule = "must be http://HOST:PORT of a server or sqlite:///FILE; leave it out for mlflow.db in the storage folder"
@@ -56,20 +56,6 @@ def named_store(given: str | None) -> str | None:
     rule = "must not hold a password, for it is shown and stored; set MLFLOW_TRACKING_USERNAME and"
     require(shown == uri, name, shown, f"{rule} MLFLOW_TRACKING_PASSWORD, or use ~/.mlflow/credentials")
     return uri if path is None else f"sqlite:///{path}"
-
-
-def open_tracker(where: Where) -> Tracker:
-    """Returns the tracker, with its store checked and created if it is new.
-
-    Raises:
-        ValueError: the storage folder cannot be written.
-        TrackingUnavailableError: the store cannot be reached.
-    """
-    if where.tracking_uri is None and where.storage_path.uri is None:
-        require_storage(where.storage_path.folder, create=True)  # the SQLite file lies there
-    tracker = tracker_of(where)
-    tracker.prepare()
-    return tracker
 
 
 def tracker_of(where: Where) -> Tracker:
@@ -83,20 +69,43 @@ def tracker_of(where: Where) -> Tracker:
     return Tracker(uri, home / "artifacts")
 
 
-def require_storage(folder: Path, *, create: bool = False) -> None:
-    """Checks that the storage folder is writable, or could be created; `create` creates it.
+def storage_of(where: Where, *, writable: bool) -> StoragePath:
+    """Returns the storage: a folder as an absolute path, as workers need it, or a store that answers.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it cannot be used, or is to be `writable` and is not.
+    """
+    place = where.storage_path
+    if place.uri is not None:
+        Store(place).check(writable=writable)
+        return place
+    if writable:
+        _require_writable(place.folder)
+    return StoragePath(str(place.folder))
+
+
+def _require_writable(folder: Path) -> None:
+    """Checks that the storage folder can be written, or be created; writes nothing.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    problem = "" if nearest.is_dir() else f"{nearest} is not a folder"
+    if not problem and not os.access(nearest, os.W_OK | os.X_OK):
+        problem = f"you may not write in {nearest}"
+    rule = f"cannot be used ({problem}); give --storage-path a folder that you may write"
+    require(not problem, "storage path", str(folder), rule)
+
+
+def create_storage(folder: Path) -> None:
+    """Creates the storage folder, if it does not exist.
+
+    Raises:
+        ValueError: it cannot be created.
     """
     try:
-        nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-        if not nearest.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is not a folder")
-        if not os.access(nearest, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, f"you may not write in {nearest}")
-        if create:
-            folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         rule = f"cannot be used ({error.strerror}); give --storage-path a folder that you may write"
         raise ValueError(f"storage path = {str(folder)!r}: {rule}") from error
@@ -141,25 +150,6 @@ def require_experiment(experiment: str) -> None:
     require(is_name, "experiment", experiment, rule)
 
 
-def storage_of(where: Where) -> StoragePath:
-    """Returns the storage for a new result: a folder as an absolute path, as workers need it, or a store that answers.
-
-    Raises:
-        ValueError: the store cannot be used, or no tracking store is given with it.
-    """
-    tracking_uri_of(where)  # raises without one: every result is recorded
-    return _checked_storage(where.storage_path, writable=True)
-
-
-def _checked_storage(place: StoragePath, *, writable: bool) -> StoragePath:
-    if place.uri is not None:
-        Store(place).check(writable=writable)
-        return place
-    if writable:
-        require_storage(place.folder)
-    return StoragePath(str(place.folder))
-
-
 def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
     """Returns the storage path of `name`: a path, also that of an event log, or a name in the storage folder.
 
@@ -176,7 +166,7 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
     if os.sep in name and os.path.isdir(name):
         place = StoragePath.of(Path(name).absolute())
     else:
-        storage = _checked_storage(where.storage_path, writable=writable)
+        storage = storage_of(where, writable=writable)
         if os.sep not in name or storage.uri is not None:
             for part in name.split("/"):
                 checked_name(part)
@@ -184,9 +174,10 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
         pull_all(place)
         if not os.path.isdir(place.folder):
             require(not os.path.isfile(name), "name", name, f"is a file: an event log must be called {EVENTS}")
-            here = [f".{os.sep}{each}" for each in _results_in(Path())]  # which only a path names
-            stored = [(place.parent / each).name for each in _results_in(place.parent.folder)]
-            meant = suggestion(place.name, [*here, *stored]) or ";"
+            stored: list[str] = []
+            with contextlib.suppress(OSError):  # such as a name that is too long
+                stored = [(place.parent / log.parent.name).name for log in place.parent.folder.glob(f"*/{EVENTS}")]
+            meant = suggestion(place.name, stored) or ";"
             raise LogError(f"name = {name!r}: there is no folder {place}{meant} names are the folders in {storage}")
         if not os.listdir(place.folder):
             raise LogError(
@@ -196,15 +187,6 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
         rule = f"leads out of the storage folder {storage}; if you trust what is there, name it by its path"
         require(".." not in name.split("/"), "name", name, rule)
     return place
-
-
-def _results_in(folder: Path) -> list[str]:
-    """Returns the names of the runs, searches and comparisons in a folder."""
-    try:
-        paths = [folder / each for each in os.listdir(folder) if is_plain_name(each)]
-    except OSError:
-        return []
-    return [path.name for path in paths if (path / EVENTS).exists() or is_set_of_runs(path)]
 
 
 def find_run(name: str, where: Where) -> Path:

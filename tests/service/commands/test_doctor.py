@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pynvml
 import pytest
 
 from tests.service.stores import free_port
@@ -20,9 +19,9 @@ def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Findi
     """What is found where neither the tracking server nor the cluster is there, and one check breaks."""
 
     def broken() -> Finding:
-        raise ValueError("out of order")
+        raise RuntimeError("out of order")
 
-    monkeypatch.setattr(doctor, "_triton", broken)
+    monkeypatch.setattr(doctor, "_gpu", broken)
     port = free_port()
     where = Where(
         storage_path=StoragePath(str(tmp_path)), tracking_uri=f"http://127.0.0.1:{port}", address=f"127.0.0.1:{port}"
@@ -31,11 +30,15 @@ def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Findi
 
 
 def test_every_check_goes_by_its_name(findings: dict[str, Finding]) -> None:
-    problems = {"triton runs": "ValueError: out of order", "ray starts": "address = ", "mlflow store": "tracking uri ="}
+    problems = {
+        "ray starts": "address = ",
+        "mlflow store": "tracking uri =",
+        "gpu": "RuntimeError: out of order",
+    }
     for subject, text in problems.items():
         assert findings[subject][0] == "problem"
         assert findings[subject][1].startswith(text)
-    names = {"python", *doctor.PACKAGES, "gpu", "nvml", "disk"}
+    names = {"python", *doctor.PACKAGES, "nvml", "disk"}
     assert set(findings) == names | set(problems)
 
 
@@ -54,10 +57,3 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         assert re.search(rf"^ok +{subject}", done.stdout, flags=re.MULTILINE), done.stdout + done.stderr
     assert not list(work.iterdir())
     assert not (home / ".ray").exists()
-
-
-def test_without_nvml_a_gpu_is_of_no_use_and_a_cpu_does_without() -> None:
-    error = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-    for has_gpu, verdict, said in ((True, "problem", "a run on the GPU fails"), (False, "note", "resident set")):
-        found, text = doctor._no_nvml(error, has_gpu=has_gpu)
-        assert (found, said in text, "NVML Shared Library Not Found" in text) == (verdict, True, True)

@@ -39,8 +39,8 @@ def test_what_could_not_be_recorded_comes_with_the_whole_command_that_records_it
     place = StoragePath.of(SimulatedRun(tmp_path / "hunt").complete(epochs=1))
     tracker = Tracker(f"http://127.0.0.1:{free_port()}", tmp_path)
     words = f"triaccel resume hunt --storage-path {tmp_path}"
-    settings = {"experiment": "x", "resume": False, "resume_command": words}
-    with recording(Work(place=place, where=Where(), tracker=tracker, **settings)):  # type: ignore[arg-type]
+    where = Where(storage_path=StoragePath(str(tmp_path)))
+    with recording(Work(place=place, where=where, tracker=tracker, experiment="x", resume=False)):
         pass
     assert f"Nothing is lost: `{words}` records them once the store answers" in capsys.readouterr().err
 

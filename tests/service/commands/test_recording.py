@@ -9,7 +9,7 @@ from tests.service.build import SimulatedRun
 from tests.service.stores import ship
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.commands.recording import with_recorded_store
-from triaccel_ray.service.session import open_tracker
+from triaccel_ray.service.session import tracker_of
 from triaccel_ray.service.storage.layout import SHIPPED
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
@@ -62,4 +62,4 @@ def test_a_bucket_has_no_usual_store(run: Path, where: Where) -> None:
     (run / SHIPPED).unlink()
     assert with_recorded_store(run, bucket) == bucket
     with pytest.raises(TrackingUnavailableError, match="tracking uri = None"):
-        open_tracker(bucket)
+        tracker_of(bucket)

@@ -10,11 +10,9 @@ from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.compare.comparison import FixedSetting
 from triaccel_ray.service.compare.fixed_setting import best_setting, fixed_trials, sampled_settings
-from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.trainables.task import Purpose
 
-SPEC = ComparisonSpec(base=FINAL_SPEC, methods=("fp32", "amp", "triaccel"), num_fixed=3)
 BF16_64 = FixedSetting(precision=Precision.BF16, batch_size=64)
 FP32_96 = FixedSetting(precision=Precision.FP32, batch_size=96)
 
@@ -46,9 +44,10 @@ def test_a_fixed_setting_adapts_nothing_and_its_lr_follows_the_batch(rule: str, 
 
 
 def test_fixed_settings_are_tried_without_the_test_set_beside_amp() -> None:
-    trials = fixed_trials(SPEC, [BF16_64])
+    trials = fixed_trials(replace(FINAL_SPEC, gpus="2"), [BF16_64])
     assert {(spec.purpose, spec.seed) for spec in trials.values()} == {(Purpose.SEARCH, 0)}
-    assert {name: spec.method for name, spec in trials.items()} == {"amp": "amp", "fixed-bf16-64": "fixed"}
+    found = {name: (spec.method, spec.gpus) for name, spec in trials.items()}
+    assert found == {"amp": ("amp", "1"), "fixed-bf16-64": ("fixed", "2")}
 
 
 def test_the_best_setting_has_the_best_score_within_a_point_of_amp_or_is_the_nearest_to_it() -> None:

@@ -1,4 +1,4 @@
-"""Mistakes in a task of a user's own: each is named before anything trains, whatever the method."""
+"""Mistakes in a task of a user's own: each is named before anything trains."""
 
 import pickle
 from collections.abc import Iterator
@@ -55,11 +55,6 @@ class TupleOutputs(Blobs):
 class Meta(Blobs):
     def model(self):
         return nn.Linear(8, 4, device="meta")
-
-
-class Summed(Blobs):
-    def loss(self, outputs, targets, recipe):
-        return nn.functional.cross_entropy(outputs, targets, reduction="sum")
 
 
 class OtherHeldOut(Blobs):
@@ -119,11 +114,6 @@ class NoRecipe(Blobs):
         pass
 
 
-class Positional(Blobs):
-    def loss(self, outputs, targets, settings):
-        pass
-
-
 class Unmakeable(Blobs):
     def __init__(self, data_dir):
         super().__init__(data_dir)
@@ -138,7 +128,6 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield write_module(tmp_path_factory.mktemp("mistakes"), patch, TASKS)
 
 
-@pytest.mark.parametrize("method", ["triaccel", "fp32"])
 @pytest.mark.parametrize(
     ("task", "kind", "needles"),
     [
@@ -148,15 +137,14 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         ("ModelRaises", UserCodeError, ["ModelRaises.model() raised KeyError: 'cnn'", IN_YOUR_CODE, "in model"]),
         ("TupleOutputs", TypeError, ["outputs tuple of float32 (2, 4), None: cross-entropy needs a tensor"]),
         ("Meta", UserCodeError, ["Meta.model().to('cpu') raised NotImplementedError"]),
-        ("Summed", ValueError, ["the sum of both: must be the mean over the samples; use reduction='mean'"]),
         ("OtherHeldOut", UserCodeError, ["the loss raised IndexError: Target "]),
     ],
 )
 def test_a_mistake_is_named_before_anything_trains(
-    mistakes: str, tmp_path: Path, task: str, kind: type[Exception], needles: list[str], method: str
+    mistakes: str, tmp_path: Path, task: str, kind: type[Exception], needles: list[str]
 ) -> None:
     with pytest.raises(kind) as refused:
-        Worker(own_spec(f"{mistakes}:{task}", method=method), tmp_path / "run")
+        Worker(own_spec(f"{mistakes}:{task}"), tmp_path / "run")
     assert type(refused.value) is kind
     assert [needle for needle in needles if needle not in str(refused.value)] == []
     assert len(str(refused.value).splitlines()) <= 8
@@ -204,7 +192,6 @@ def test_settings_that_do_not_fit_the_task_are_refused(mistakes: str, tmp_path: 
         ("Plain", "must be a Metric, not a function"),
         ("ControlDict", r"ControlDict.control = .*: must be a ControlConfig, not a dict; write ControlConfig\(\*\*"),
         ("NoRecipe", r"NoRecipe.loss \(.*own_tasks_\d+.py:\d+\) takes \(outputs, targets\): must take \(outputs, tar"),
-        ("Positional", r"takes \(outputs, targets, settings\): must take \(outputs, targets, recipe\)"),
         ("Unmakeable", r"Unmakeable\(data_dir\) raised KeyError: 'train' \(.*own_tasks_\d+.py:\d+\)"),
     ],
 )

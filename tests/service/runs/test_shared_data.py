@@ -16,7 +16,7 @@ from tests.service.local_trial import local_run, trained
 from tests.service.own_task import own_spec
 from triaccel_ray.data.sources import DatasetSource, TensorSource
 from triaccel_ray.service.runs.record import read_run
-from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
+from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, put_splits, share_splits
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.task import Purpose, Recipe, Splits
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("own_ray")
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float64])
 def test_tensors_of_every_type_and_shape(dtype: torch.dtype) -> None:
     source = TensorSource(torch.randint(0, 2, (6, 4, 3)).to(dtype).transpose(1, 2), torch.arange(6))
-    arrived: Any = SharedSplits(Splits(train=source, held_out=source)).get().train
+    arrived: Any = ray.get(put_splits(Splits(train=source, held_out=source))).train
     assert same([arrived.inputs, arrived.targets], [source.inputs, source.targets])
     assert (type(arrived), arrived.inputs.dtype) == (TensorSource, dtype)
 
@@ -38,18 +38,18 @@ def test_samples_that_share_a_storage_with_others_travel_alone() -> None:
     everything = torch.full((1000, 256), 7, dtype=torch.uint8)
     everything[500:] = torch.tensor(list(b"test-sample-test"), dtype=torch.uint8).repeat(16)
     source = TensorSource(everything[:500], torch.arange(500))
-    reference = SharedSplits(Splits(train=source, held_out=source))._reference
+    reference = put_splits(Splits(train=source, held_out=source))
     whole = pickle.dumps(ray.get(reference), protocol=5)
     assert b"test-sample" not in whole
     assert len(whole) < 300_000
 
 
-def resident_growth(shared: SharedSplits) -> tuple[int, int, bool]:
+def resident_growth(shared: list[SharedSplits]) -> tuple[int, int, bool]:
     """Growth of the resident set when the samples arrive and when they are read, and whether it is shared memory."""
     process = psutil.Process()
     torch.zeros(1, dtype=torch.uint8).sum(dtype=torch.int64)  # what loads at the first such operation
     before = process.memory_info()
-    splits = shared.get()
+    splits = ray.get(shared[0])
     arrived = process.memory_info()
     total = int(splits.train.inputs.sum(dtype=torch.int64))  # type: ignore[attr-defined]
     after = process.memory_info()
@@ -61,7 +61,7 @@ def resident_growth(shared: SharedSplits) -> tuple[int, int, bool]:
 def test_trials_map_the_samples_and_touch_them_before_anything_is_measured() -> None:
     inputs = torch.zeros(FORTY_MIB, dtype=torch.uint8).view(-1, 1024)
     source = TensorSource(inputs, torch.zeros(len(inputs), dtype=torch.uint8))
-    shared = SharedSplits(Splits(train=source, held_out=source))
+    shared = [put_splits(Splits(train=source, held_out=source))]  # Ray itself would get a bare reference
     arriving, reading, is_shared = ray.get(ray.remote(max_calls=1)(resident_growth).remote(shared))
     assert is_shared
     # All of them or none would be forty; the process itself grows by some MiB, now more, now less.
@@ -85,7 +85,7 @@ class Unpicklable(TensorSource):
 )
 def test_what_cannot_be_shared_says_why(make: Callable[[], Any], needle: str) -> None:
     with pytest.raises(NotSharedError, match=needle):
-        SharedSplits(Splits(train=make(), held_out=TensorSource(*blobs(4))))
+        put_splits(Splits(train=make(), held_out=TensorSource(*blobs(4))))
 
 
 def test_files_that_are_not_here_and_test_samples_are_not_shared(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ class Drawing(Digits):
 def test_a_run_does_not_depend_on_who_read_the_samples(tmp_path: Path) -> None:
     spec = replace(own_spec("tests.service.runs.test_shared_data:Drawing"), recipe=Recipe(epochs=1))
     shared = share_splits(spec)
-    read, arrived = ([each.train, each.held_out] for each in (Digits().data(Purpose.SEARCH), shared.get()))
+    read, arrived = ([each.train, each.held_out] for each in (Digits().data(Purpose.SEARCH), ray.get(shared)))
     assert same(*([(each.inputs, each.targets) for each in found] for found in (read, arrived)))
     assert sum(map(len, arrived)) == 1797 - 359  # none of the test samples
     trained(local_run(spec, StoragePath.of(tmp_path / "read")))

@@ -1,8 +1,6 @@
-"""When a search may stop a trial, and how much memory its trials may take."""
+"""How much memory and how many CPUs the trials of a search may take."""
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -10,21 +8,7 @@ from tests.service.records import run_of
 from triaccel_ray.config import BatchConfig
 from triaccel_ray.records.events import End
 from triaccel_ray.service.runs.runs import cpus_of_a_run
-from triaccel_ray.service.search.search import MIN_HEADROOM_BYTES, _headroom_bytes, pruner
-
-
-def test_a_trial_out_of_reach_is_stopped_though_it_is_the_first_at_its_rung() -> None:
-    made = pruner(12)
-    for name, objective, hopeless, expected in (
-        ("short of the margin by chance", -0.5, False, made.CONTINUE),
-        ("lost", -8.7, True, made.STOP),
-        ("good", 700.0, False, made.CONTINUE),
-        ("worse", 100.0, False, made.STOP),
-    ):
-        trial: Any = SimpleNamespace(trial_id=name, status="RUNNING", is_finished=lambda: False)
-        made._trial_info[name] = made._brackets[0]
-        result = {"epoch": 6, "objective": objective, "hopeless": hopeless}
-        assert made.on_trial_result(None, trial, result) == expected, name
+from triaccel_ray.service.search.search import MIN_HEADROOM_BYTES, _headroom_bytes
 
 
 def test_the_headroom_is_what_the_largest_batch_takes_by_the_probes_measure() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from triaccel_ray.config import require
 from triaccel_ray.service import jobs
 from triaccel_ray.service.cli import specs
 from triaccel_ray.service.cli.translation import replayed_control
@@ -15,7 +14,7 @@ from triaccel_ray.service.console import out, rich_table
 from triaccel_ray.service.report.report import show
 from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.record import read_run
-from triaccel_ray.service.session import find, find_run, open_tracker, tracker_of
+from triaccel_ray.service.session import find, find_run, tracker_of
 from triaccel_ray.trainables.registry import TASKS, load_task
 
 
@@ -35,9 +34,7 @@ def execute(command: specs.Command) -> int:
             out.print(rich_table(reasons_grid(run, most=command.reasons)))
             out.print("\n".join(lines), soft_wrap=True)
         case specs.Ui():
-            require(1 <= command.port <= 65535, "port", command.port, "must lie in 1 to 65535")
-            ui.require_store(tracker_of(command.where))
-            return ui.show(open_tracker(command.where), command.host, command.port)
+            return ui.show(tracker_of(command.where), command.host, command.port)
         case specs.Doctor(tasks=False, where=where):
             return show_findings(where)
         case specs.Doctor():

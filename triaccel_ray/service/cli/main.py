@@ -34,8 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command = parse(arguments)
             check(command)
             if isinstance(command, Trains | Resume | Ui):  # before the imports, which take seconds
-                libraries = "MLflow" if isinstance(command, Ui) else "PyTorch, Ray and MLflow"
-                sys.stderr.write(f"loading {libraries} ...\n")
+                sys.stderr.write("loading PyTorch, Ray and MLflow ...\n")
                 sys.stderr.flush()
             from triaccel_ray.service.cli.execute import execute
         sys.exit(execute(command))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Annotated, Any, Union, get_args, get_type_hints
 
 import tyro
@@ -39,32 +38,29 @@ def parse(arguments: Sequence[str] | None) -> Command:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     own_words = words[: words.index("--")] if "--" in words else words  # words after -- belong to another command
+    if own_words[:1] == ["--version"]:
+        sys.stdout.write(f"triaccel {version('triaccel-ray')}\n")
+        sys.exit(0)
+    command = [word for word in own_words[:1] if not word.startswith("-")]
+    known = [word_of(kind) for kind in get_args(Command)]
+    for name in command:
+        meant = suggestion(name, known) or ";"
+        require(name in known, "command", name, f"no such command{meant} the commands are {', '.join(known)}")
     try:
-        if own_words[:1] == ["--version"]:
-            number = "(not installed)"
-            with contextlib.suppress(PackageNotFoundError):
-                number = version("triaccel-ray")
-            sys.stdout.write(f"triaccel {number}\n")
-            sys.exit(0)
-        command = [word for word in own_words[:1] if not word.startswith("-")]
-        known = [word_of(kind) for kind in get_args(Command)]
-        for name in command:
-            meant = suggestion(name, known) or ";"
-            require(name in known, "command", name, f"no such command{meant} the commands are {', '.join(known)}")
         if "--help-all" in own_words:
             _parse(Command, [*command, "--help"])
         if "--help" in own_words or "-h" in own_words:
             _parse(_briefly(Command) if command else Command, [*command, "--help"])
-        masked = [without_passwords(word) for word in words]
-        if masked != words:
-            _parse(Command, masked)  # reports invalid words here, without passwords in them
-        parsed = _parse(Command, words)
-        if isinstance(parsed, Trains) and parsed.config is not None:  # what is typed overrides what is in the file
-            return _parse(type(parsed), words[1:], default=command_of(type(parsed), None, {"config": parsed.config}))
-        return parsed
     except BrokenPipeError:  # `triaccel search --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails, too
         sys.exit(1)
+    masked = [without_passwords(word) for word in words]
+    if masked != words:
+        _parse(Command, masked)  # reports invalid words here, without passwords in them
+    parsed = _parse(Command, words)
+    if isinstance(parsed, Trains) and parsed.config is not None:  # what is typed overrides what is in the file
+        return _parse(type(parsed), words[1:], default=command_of(type(parsed), None, {"config": parsed.config}))
+    return parsed
 
 
 def _parse(commands: Any, words: Sequence[str], default: Command | None = None) -> Command:
@@ -114,5 +110,4 @@ def check(command: Any) -> None:
     require(len(named) == 1, "TASK, --from", (command.task, command.from_), rule)
     if command.task is not None:
         require_name(command.task)
-    for group in (command.main, command.training, command.thresholds):
-        given(group)
+    given(command.main, command.training, command.thresholds)  # raises if a value breaks its rule

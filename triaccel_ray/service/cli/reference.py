@@ -13,7 +13,7 @@ from triaccel_ray.service.cli.options import (
     Training,
     TuneBatchOptions,
 )
-from triaccel_ray.service.cli.settings import Setting, worded
+from triaccel_ray.service.cli.settings import Setting
 
 HEAD = """# Options
 
@@ -58,8 +58,7 @@ def _values(setting: Setting) -> str:
 
 
 def _default(setting: Setting) -> str:
-    value = setting.default
-    return "" if value in (None, (), MISSING) else worded(setting.shown(value))
+    return "" if setting.default in (None, (), MISSING) else str(setting.shown(setting.default))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import itertools
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, make_dataclass, replace
 from enum import Enum
@@ -14,6 +10,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
+from docstring_parser import parse_from_object
 
 from triaccel_ray.config import check_field, require
 from triaccel_ray.records.codec import decode
@@ -76,7 +73,7 @@ class Setting:
         elif self.words and get_origin(kind) is not tuple:
             kind = Literal[self.words]
         is_the_tasks = self.path[0] in ("recipe", "control") or self.default in (None, ())
-        text = self.doc if is_the_tasks else f"{self.doc} Default: {worded(self.default)}."
+        text = self.doc if is_the_tasks else f"{self.doc} Default: {self.shown(self.default)}."
         return Annotated[kind | None, tyro.conf.arg(help=text, help_behavior_hint="", metavar=self.metavar)]
 
     def read(self, value: Any) -> Any:
@@ -105,7 +102,11 @@ class Setting:
         return value
 
     def shown(self, value: Any) -> Any:
-        """Returns the field's value as an option holds it, the inverse of `read` but for on and off."""
+        """Returns the field's value as an option holds it, the inverse of `read`."""
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        if isinstance(value, tuple):
+            return ",".join(value)
         if self.unit == "bytes":
             return format_exactly(value)
         if isinstance(value, Mapping):
@@ -115,7 +116,7 @@ class Setting:
 
 def settings_of(kind: type, path: tuple[str, ...] = ()) -> Iterator[Setting]:
     """Yields the fields of a dataclass and of its nested dataclasses, with their docstrings."""
-    kinds, docs = get_type_hints(kind), _docstrings(kind)
+    kinds, docs = get_type_hints(kind), {each.arg_name: each.description for each in parse_from_object(kind).params}
     for each in fields(kind):
         inner, here = kinds[each.name], (*path, each.name)
         if is_dataclass(inner):
@@ -127,27 +128,10 @@ def settings_of(kind: type, path: tuple[str, ...] = ()) -> Iterator[Setting]:
             path=here,
             kind=alternatives[0] if NoneType in get_args(inner) else inner,
             default=each.default,
-            doc=docs.get(each.name, ""),
+            doc=" ".join((docs.get(each.name) or "").split()),
             bounds=each.metadata.get("bounds", ""),
             unit=each.metadata.get("unit", ""),
         )
-
-
-def worded(value: Any) -> str:
-    """Returns a default as a user would type it."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return ",".join(value) if isinstance(value, tuple) else str(value)
-
-
-def _docstrings(kind: type) -> dict[str, str]:
-    """Returns the docstrings of a class's fields, each as one line."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]  # a class
-    texts = {}
-    for field, text in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            texts[field.target.id] = " ".join(str(text.value.value).split())  # type: ignore[union-attr]  # a name
-    return texts
 
 
 def options(settings: Iterable[Setting]) -> Callable[[type[T]], type[T]]:
@@ -162,13 +146,13 @@ def options(settings: Iterable[Setting]) -> Callable[[type[T]], type[T]]:
     return make
 
 
-def given(group: Any) -> dict[tuple[str, ...], Any]:
-    """Returns field path -> value for the options of a group that were given.
+def given(*groups: Any) -> dict[tuple[str, ...], Any]:
+    """Returns field path -> value for the options of these groups that were given.
 
     Raises:
         ValueError: a value breaks its field's rule.
     """
-    values = ((each, getattr(group, each.name)) for each in group.settings)
+    values = ((each, getattr(group, each.name)) for group in groups for each in group.settings)
     return {each.path: each.read(value) for each, value in values if value is not None}
 
 

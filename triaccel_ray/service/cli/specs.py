@@ -26,37 +26,13 @@ from triaccel_ray.service.cli.options import (
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 """An option without a value."""
 Name = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
-"""Name that a user gives a result."""
-Experiment = Annotated[str, tyro.conf.arg(metavar="NAME", help="MLflow experiment to record in.")]
+"""Name that a user gives."""
 TaskName = tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="TASK", help_behavior_hint="")]]
 RunName = Annotated[str, tyro.conf.arg(metavar="NAME")]
-FromName = Annotated[
-    str | None,
-    tyro.conf.arg(
-        name="from",
-        metavar="NAME",
-        help="Repeat the result of this name, of the same command; other options change its settings.",
-        help_behavior_hint="",
-    ),
-]
-ConfigFile = Annotated[
-    Path | None,
-    tyro.conf.arg(
-        metavar="FILE",
-        help="TOML file of options, such as epochs = 5, and of the task, as config.toml in a run's folder. Options on "
-        "the command line override it.",
-        help_behavior_hint="",
-    ),
-]
-JobName = Annotated[str, tyro.conf.arg(metavar="JOB")]
-JobsAddress = Annotated[
-    str | None,
-    tyro.conf.arg(
-        metavar="ADDRESS",
-        help="Ray cluster: http://HOST:8265, HOST:PORT or auto. Default: RAY_ADDRESS, or this machine's cluster.",
-        help_behavior_hint="",
-    ),
-]
+FromName = Annotated[str | None, tyro.conf.arg(name="from", metavar="NAME", help_behavior_hint="")]
+ConfigFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
+JobName = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="JOB")]]
+Address = Annotated[str | None, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="")]
 SUBMIT_HELP = (
     "The command after `--`, such as `triaccel submit -- search digits --trials 8`. The working directory travels with "
     "the job, without .git, virtual environments, caches, data, results and what .gitignore names. The "
@@ -71,10 +47,14 @@ class Trains:
     task: TaskName = None
     """A bundled task (`triaccel doctor --tasks` lists them) or your own, as package.module:Class."""
     from_: FromName = None
+    """Repeat the result of this name, of the same command; other options change its settings."""
     config: ConfigFile = None
+    """TOML file of options and of the task, as config.toml in a run's folder. What is typed overrides it."""
     main: Flat[Any] = None
     name: Name = None
-    experiment: Experiment = ""
+    """Name of the result. Default: made of task, method or command, and time."""
+    experiment: Name = None
+    """MLflow experiment. Default: triaccel-runs, triaccel-searches or triaccel-comparisons."""
     training: Flat[Training] = field(default_factory=Training)
     thresholds: Flat[Any] = None
     where: Flat[Where] = field(default_factory=Where)
@@ -87,9 +67,6 @@ class Run(Trains):
     main: Flat[RunOptions] = field(default_factory=RunOptions)
     final: Flag = False
     """Train on training and validation samples, and read the test set once, at the end."""
-    name: Name = None
-    """Name of the run. Default: task, method and time."""
-    experiment: Experiment = "triaccel-runs"
     thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
 
 
@@ -98,9 +75,6 @@ class Search(Trains):
     """Find thresholds on the validation split, against FP32 and AMP baselines."""
 
     main: Flat[SearchOptions] = field(default_factory=SearchOptions)
-    name: Name = None
-    """Name of the search. Default: task, space and time."""
-    experiment: Experiment = "triaccel-searches"
     thresholds: Flat[SearchThresholds] = field(default_factory=SearchThresholds)
 
 
@@ -111,9 +85,6 @@ class Compare(Trains):
     main: Flat[CompareOptions] = field(default_factory=CompareOptions)
     ablation: Flag = False
     """Add a table of ablations: FP32, dynamic-batch, dynamic-precision, dynamic-both, triaccel."""
-    name: Name = None
-    """Name of the comparison. Default: task, comparison and time."""
-    experiment: Experiment = "triaccel-comparisons"
     thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
 
 
@@ -122,15 +93,12 @@ class TuneBatch(Trains):
     """Time batch sizes, and find the smallest with 97 % of the best samples per second."""
 
     main: Flat[TuneBatchOptions] = field(default_factory=TuneBatchOptions)
-    name: Name = None
-    """Name of the result. Default: task, tune-batch and time."""
-    experiment: Experiment = "triaccel-runs"
     thresholds: Flat[StepSettings] = field(default_factory=StepSettings)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """Show the tables of a run, search or comparison, and write pictures and a page to its folder."""
+class OfResult:
+    """A command on a result that exists."""
 
     name: tyro.conf.Positional[RunName]
     """Name in the storage folder, or a folder."""
@@ -138,24 +106,22 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replay:
+class Report(OfResult):
+    """Show the tables of a run, search or comparison, and write pictures and a page to its folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay(OfResult):
     """Show why a run decided as it did, and what other thresholds would have changed."""
 
-    name: tyro.conf.Positional[RunName]
-    """Name in the storage folder, or a run's folder."""
     reasons: int = 20
     """Maximum number of reasons to show."""
     thresholds: Flat[ReplayThresholds] = field(default_factory=ReplayThresholds)
-    where: Flat[Where] = field(default_factory=Where)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resume:
+class Resume(OfResult):
     """Resume a run, search or comparison, and record in MLflow what an outage left out."""
-
-    name: tyro.conf.Positional[RunName]
-    """Name in the storage folder, or a folder."""
-    where: Flat[Where] = field(default_factory=Where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +145,15 @@ class Doctor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Submit:
+class OnCluster:
+    """A command on the jobs of a cluster."""
+
+    address: Address = None
+    """Ray cluster: http://HOST:8265, HOST:PORT or auto. Default: RAY_ADDRESS, or this machine's cluster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submit(OnCluster):
     """Submit a run, search, comparison, tune-batch or resume as a job of a Ray cluster."""
 
     words: tyro.conf.Positional[
@@ -187,34 +161,29 @@ class Submit:
     ] = ()
     name: Name = None
     """Name of the job and of its result. Default: COMMAND's --name, else made of command, task and time."""
-    address: JobsAddress = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Jobs:
+class Jobs(OnCluster):
     """List the jobs of a cluster, newest first."""
 
-    address: JobsAddress = None
-
 
 @dataclass(frozen=True, kw_only=True)
-class Logs:
+class Logs(OnCluster):
     """Show the output of a job."""
 
-    job: tyro.conf.Positional[JobName]
+    job: JobName
     """The job's name, as `triaccel jobs` lists it."""
     follow: Flag = False
     """Follow until the job ends; exit with 1 unless it succeeds."""
-    address: JobsAddress = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop:
+class Stop(OnCluster):
     """Stop a job, as Ctrl-C would. It can be resumed."""
 
-    job: tyro.conf.Positional[JobName]
+    job: JobName
     """The job's name, as `triaccel jobs` lists it."""
-    address: JobsAddress = None
 
 
 Command: TypeAlias = (

@@ -27,28 +27,29 @@ Given = Mapping[tuple[str, ...], Any]
 
 
 def spec_of(command: Trains) -> RunSpec | SearchSpec | ComparisonSpec:
-    """Returns the spec of the run, search or comparison that the command asks for; raises as `run_of`."""
-    if isinstance(command, Search):
-        return search_of(command)
-    if isinstance(command, Compare):
-        return comparison_of(command)
-    if isinstance(command, TuneBatch):
-        return tuning_of(command)
-    assert isinstance(command, Run)
-    return run_of(command)
+    """Returns the spec of the run, search or comparison that the command asks for.
+
+    Raises:
+        ValueError: an option breaks its rule, or nothing has the name given as --from; the message names it.
+    """
+    match command:
+        case Search():
+            return _search_of(command)
+        case Compare():
+            return _comparison_of(command)
+        case TuneBatch():
+            return _tuning_of(command)
+        case Run():
+            return _run_of(command)
+    raise TypeError(f"{type(command).__name__} trains nothing")
 
 
 _OF_THE_ENGINE = ("initial", "allow_slow_precisions", "fp8")
 """Options of the rule of precisions that say how a method computes which adapts none."""
 
 
-def run_of(command: Run) -> RunSpec:
-    """Returns the spec of the run that the command asks for.
-
-    Raises:
-        ValueError: an option breaks its rule, or no run has the name given as --from; the message names it.
-    """
-    options = {**given(command.main), **given(command.training), **given(command.thresholds)}
+def _run_of(command: Run) -> RunSpec:
+    options = given(command.main, command.training, command.thresholds)
     base = _base(command, options)
     if base.method == TUNE_BATCH:  # to train at a batch size that was found
         base = replace(base, method=RunSpec.method)
@@ -77,9 +78,8 @@ def _require_used(spec: RunSpec, options: Given) -> None:
             require(setting.path[-1] in used, f"--{setting.option}", setting.shown(options[setting.path]), rule)
 
 
-def tuning_of(command: TuneBatch) -> RunSpec:
-    """Returns the spec of the run that times batch sizes; raises as `run_of`, or if --from names a baseline."""
-    options = {**given(command.main), **given(command.training), **given(command.thresholds)}
+def _tuning_of(command: TuneBatch) -> RunSpec:
+    options = given(command.main, command.training, command.thresholds)
     base = _base(command, options)
     rule = f"was trained by {base.method}, without the engine that is timed; name a run of another method"
     require(not base.is_baseline, "--from", command.from_, rule)
@@ -90,11 +90,10 @@ def tuning_of(command: TuneBatch) -> RunSpec:
     return with_options(replace(base, method=TUNE_BATCH, purpose=Purpose.SEARCH, keep=None), options)
 
 
-def search_of(command: Search) -> SearchSpec:
-    """Returns the spec of the search that the command asks for; raises as `run_of`."""
+def _search_of(command: Search) -> SearchSpec:
     own, common = _split(command)
     if command.from_ is None:
-        spec = SearchSpec(base=_of_task(command.task, common))
+        spec = SearchSpec(base=_of_task(command, common))
     else:
         spec = read_search(find(command.from_, command.where).folder).spec
     spec = changed(spec, own)
@@ -105,12 +104,10 @@ def search_of(command: Search) -> SearchSpec:
     return replace(spec, base=with_options(replace(spec.base, seed=spec.seed), common))
 
 
-def comparison_of(command: Compare) -> ComparisonSpec:
-    """Returns the spec of the comparison that the command asks for; raises as `run_of`."""
+def _comparison_of(command: Compare) -> ComparisonSpec:
     own, common = _split(command)
     if command.from_ is None:
-        base = replace(_of_task(command.task, common), purpose=Purpose.FINAL)
-        spec = ComparisonSpec(base=base)
+        spec = ComparisonSpec(base=replace(_of_task(command, common), purpose=Purpose.FINAL))
     else:
         spec = read_comparison(find(command.from_, command.where).folder).spec
     base, ablation = with_options(spec.base, common), spec.ablation or command.ablation
@@ -175,19 +172,19 @@ def _with_control(control: ControlConfig, options: Given) -> ControlConfig:
 def _base(command: Run | TuneBatch, options: Given) -> RunSpec:
     """Returns the run with the task's own settings, or the run that --from names, on a GPU of its own."""
     if command.from_ is None:
-        return _of_task(command.task, options)
+        return _of_task(command, options)
     return replace(read_spec(find_run(command.from_, command.where)), trials_per_gpu=1)
 
 
 def _split(command: Search | Compare) -> tuple[dict[tuple[str, ...], Any], dict[tuple[str, ...], Any]]:
     """Returns the options of the search or comparison itself, and those of its runs."""
-    own, common = given(command.main), {**given(command.training), **given(command.thresholds)}
-    shared = own.keys() & {("gpus",), ("trials_per_gpu",), ("target",)}
-    return own, common | {path: own.pop(path) for path in shared}
+    common = given(command.main, command.training, command.thresholds)
+    runs_own = {("gpus",), ("trials_per_gpu",), ("target",)}
+    return {path: common.pop(path) for path in given(command.main).keys() - runs_own}, common
 
 
-def _of_task(task: str | None, options: Given) -> RunSpec:
+def _of_task(command: Trains, options: Given) -> RunSpec:
     """Returns the run with the task's own settings; the task is loaded with the given folder of data files."""
-    assert task is not None  # checked by `parsing.check`
+    assert command.task is not None  # checked by `parsing.check`
     folder = options.get(("data_dir",))
-    return run_spec(task, None if folder is None else Path(folder))
+    return run_spec(command.task, None if folder is None else Path(folder))

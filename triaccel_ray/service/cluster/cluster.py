@@ -34,9 +34,6 @@ CONNECT_TIMEOUT_S = 5.0
 class ClusterUnavailableError(ValueError):
     """No Ray cluster answers at the given address, or none can be started."""
 
-    reason: str = ""
-    """Why the attempt to reach it failed."""
-
 
 @contextlib.contextmanager
 def cluster(address: str | None, *, num_cpus: int | None = None) -> Iterator[None]:
@@ -185,17 +182,13 @@ def gpus_of_a_run(spec: RunSpec, address: str | None) -> float:
     """
     if spec.device == "cpu":
         return 0.0
-    if present := int(ray.cluster_resources().get("GPU", 0)):
-        if present < spec.gpu_range[0]:  # on a cluster, as asked: `require_gpus` has refused it elsewhere
-            text = f"the cluster has {counted(present, 'GPU')} now: the run waits for {spec.gpu_range[0]}"
-            err.print(text, style="yellow", soft_wrap=True)
-        return gpu_fraction(spec.trials_per_gpu)
-    if address is None:
-        return 0.0
-    num_gpus, text = 0.0, "now: everything trains on CPUs; with --device cuda it waits for a GPU"
-    if spec.device == "cuda":
-        num_gpus, text = gpu_fraction(spec.trials_per_gpu), "yet: runs wait until a machine with one joins"
-    err.print(f"the cluster has no GPU {text}", style="yellow", soft_wrap=True)
+    present, num_gpus, text = int(ray.cluster_resources().get("GPU", 0)), gpu_fraction(spec.trials_per_gpu), ""
+    if present == 0 and (address is None or spec.device == "auto"):
+        num_gpus, text = 0.0, "everything trains on CPUs; with --device cuda it waits for a GPU"
+    elif present < spec.gpu_range[0]:  # as asked, by --device cuda: `require_gpus` has refused it otherwise
+        text = f"the run waits for {spec.gpu_range[0]}"
+    if text and address is not None:
+        err.print(f"the cluster has {counted(present, 'GPU')} now: {text}", style="yellow", soft_wrap=True)
     return num_gpus
 
 
@@ -225,17 +218,32 @@ def require_gpus(address: str | None, spec: RunSpec) -> None:
 
 
 def require_reachable(address: str | None) -> None:
-    """Checks that a Ray cluster answers at the address; Ray itself would wait for minutes and print warnings.
-
-    For the Ray Client server (ray://), or if Ray's ports use TLS, only the port is checked.
+    """Checks that a Ray cluster answers at the address.
 
     Raises:
         ClusterUnavailableError: no cluster answers.
     """
-    require_listening(address)
+    if address is not None and (reason := reason_unreachable(address)):
+        raise _unavailable(address, reason)
+
+
+def reason_unreachable(address: str) -> str:
+    """Returns why no Ray cluster answers at the address, else ""; Ray itself would wait for minutes and print warnings.
+
+    For the Ray Client server (ray://), or if Ray's ports use TLS, only the port is checked.
+    """
+    if address in ("auto", "local"):
+        return ""
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if not separator:
+        return "an address is host:port or auto"
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        return first_line(error)
     speaks_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
-    if address in (None, "auto", "local") or address.startswith("ray://") or speaks_tls:
-        return
+    if address.startswith("ray://") or speaks_tls:
+        return ""
     import grpc
 
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
@@ -243,31 +251,13 @@ def require_reachable(address: str | None) -> None:
             channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")(b"", timeout=CONNECT_TIMEOUT_S)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNAUTHENTICATED:  # the answer of a cluster that requires a token
-                raise _unavailable(address, "what listens there is no Ray") from error
-
-
-def require_listening(address: str | None) -> None:
-    """Checks that something listens at the address.
-
-    Raises:
-        ClusterUnavailableError: nothing listens there, or the address has no valid port.
-    """
-    if address in (None, "auto", "local"):
-        return
-    host, separator, port = address.removeprefix("ray://").rpartition(":")
-    if not separator:
-        raise _unavailable(address, "an address is host:port or auto")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except (OSError, ValueError, OverflowError) as error:
-        raise _unavailable(address, first_line(error)) from error
+                return "what listens there is no Ray"
+    return ""
 
 
 def _unavailable(address: str, reason: str) -> ClusterUnavailableError:
-    error = ClusterUnavailableError(
+    return ClusterUnavailableError(
         f"address = {display_address(address)!r}: no Ray cluster answers there ({without_passwords(reason)}); start "
         "one with `ray start --head`, or leave --address out to run on this machine. Where it asks for a token, copy "
         "its head node's ~/.ray/auth_token to the same place here and set RAY_AUTH_MODE=token"
     )
-    error.reason = without_passwords(reason)
-    return error

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from secrets import token_hex
 from tempfile import TemporaryDirectory
 from typing import Literal, TypeAlias
 
+import pynvml
+import ray
+import torch
+
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.service.cli.options import Where
+from triaccel_ray.service.cluster.cluster import cluster, environment_variables
 from triaccel_ray.service.console import out
+from triaccel_ray.service.session import tracker_of
 from triaccel_ray.service.storage.storage_path import StoragePath
+from triaccel_ray.service.storage.store import Store
 
 PACKAGES = ("torch", "torchvision", "triton", "ray", "mlflow", "optuna", "nvidia-ml-py", "scikit-learn", "rich")
 Verdict: TypeAlias = Literal["ok", "note", "problem"]
@@ -48,36 +54,26 @@ def examine(where: Where) -> Iterator[tuple[str, Verdict, str]]:
         **{name: partial(_package, name) for name in PACKAGES},
         "gpu": _gpu,
         "nvml": _nvml,
-        "triton runs": _triton,
         "ray starts": partial(_ray, where.address),
         "mlflow store": partial(_tracking, where),
         "disk": partial(_disk, storage.folder),
     }
     if storage.uri is not None:
         checks["storage"] = partial(_store, storage)
-    from triaccel_ray.service.cluster.cluster import ClusterUnavailableError
-    from triaccel_ray.service.failures import StoreError
-    from triaccel_ray.service.tracking.tracking import TrackingUnavailableError
-
     for subject, check in checks.items():
         try:
             yield subject, *check()
-        except (ClusterUnavailableError, StoreError, TrackingUnavailableError) as error:
+        except ValueError as error:  # its message has the way out
             yield subject, "problem", str(error)
         except Exception as error:  # a check that breaks must not stop the others
             yield subject, "problem", f"{type(error).__name__}: {first_line(error)}"
 
 
 def _package(name: str) -> Finding:
-    try:
-        return "ok", version(name)
-    except PackageNotFoundError:
-        return "problem", f"not installed; `pip install {name}`, or install this package anew"
+    return "ok", version(name)
 
 
 def _gpu() -> Finding:
-    import torch
-
     if not torch.cuda.is_available():
         return "note", "none visible to PyTorch: everything runs on the CPU, where FP16 is emulated and slow"
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -86,44 +82,18 @@ def _gpu() -> Finding:
 
 
 def _nvml() -> Finding:
-    import pynvml
-    import torch
-
     try:
         pynvml.nvmlInit()
         free = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).free
         return "ok", f"driver {pynvml.nvmlSystemGetDriverVersion()}, {free / 2**30:.1f} GiB free"
     except pynvml.NVMLError as error:
-        return _no_nvml(error, has_gpu=torch.cuda.is_available())
-
-
-def _no_nvml(error: Exception, *, has_gpu: bool) -> Finding:
-    if not has_gpu:
-        return "note", f"{first_line(error)}; on the CPU memory is the process's resident set"
-    return "problem", (
-        f"{first_line(error)}; a run on the GPU fails, for it cannot measure its memory: install the driver's "
-        "libnvidia-ml, let a container have it (NVIDIA_DRIVER_CAPABILITIES=compute,utility), or use --device cpu"
-    )
-
-
-def _triton() -> Finding:
-    import torch
-
-    if importlib.util.find_spec("triton") is None:
-        return "note", "not on this platform: PyTorch's own kernels"
-    if not torch.cuda.is_available():
-        return "note", "no GPU to run on: PyTorch's own kernels"
-    import triton
-
-    target = triton.runtime.driver.active.get_current_target()
-    return "ok", f"{target.backend} sm_{target.arch}"
+        return "problem" if torch.cuda.is_available() else "note", (
+            f"{first_line(error)}; a run on a GPU needs it to measure memory: install the driver's libnvidia-ml, let a "
+            "container have it (NVIDIA_DRIVER_CAPABILITIES=compute,utility), or use --device cpu"
+        )
 
 
 def _ray(address: str | None) -> Finding:
-    import ray
-
-    from triaccel_ray.service.cluster.cluster import cluster, environment_variables
-
     with contextlib.ExitStack() as stack:
         if address is None:  # keeps its files in a temporary folder, and its token out of ~/.ray
             folder = TemporaryDirectory(prefix="d", dir=os.environ.get("RAY_TMPDIR"), ignore_cleanup_errors=True)
@@ -136,16 +106,12 @@ def _ray(address: str | None) -> Finding:
 
 
 def _tracking(where: Where) -> Finding:
-    from triaccel_ray.service.session import tracker_of
-
     tracker = tracker_of(where)
     tracker.check()
     return "ok", tracker.uri
 
 
 def _store(storage: StoragePath) -> Finding:
-    from triaccel_ray.service.storage.store import Store
-
     Store(storage).check(writable=False)
     return "ok", f"{storage.uri} can be listed and read; writing was not tried"
 

@@ -69,7 +69,7 @@ class _Run:
 
     def judged(self, epoch: Epoch, results: Mapping[str, float] = MappingProxyType({})) -> str:
         """Returns metric and score on held-out samples as text, those of `results` if it has them; empty without."""
-        figures = figures_of([epoch], self.start.goal, results)
+        figures = figures_of(epoch, self.start.goal, results)
         if figures is None:
             return ""
         samples = "test" if self.start.info.get("purpose") == Purpose.FINAL.value else "held out"
@@ -79,20 +79,17 @@ class _Run:
 class Progress:
     """Prints the progress of runs from their event logs, wherever they train; the runs do not depend on it."""
 
-    def __init__(
-        self, title: str, folder: Path, names: Iterable[str] = (), *, max_epochs: int = 5, num_trials: int = 0
-    ) -> None:
+    def __init__(self, title: str, folder: Path, names: Iterable[str] = (), *, num_trials: int = 0) -> None:
         """Follows the runs `names` below `folder`, one folder per run; without names, all runs there.
 
-        Of each run at most about `max_epochs` epochs are printed: every second, third, ... of a longer one.
-        `num_trials` is the expected number of runs; 0 if it is unknown.
+        Of a single run about 100 epochs are printed at most, of each of several 5: every second, third, ... of a longer
+        one. `num_trials` is the expected number of runs; 0 if it is unknown.
         """
-        self._title, self._folder, self._names = title, folder, tuple(names)
-        self._max_epochs, self._num_trials = max_epochs, num_trials
+        self._title, self._folder, self._names, self._num_trials = title, folder, tuple(names), num_trials
+        self._max_epochs = 100 if len(self._names) == 1 else 5
         self._runs: dict[str, _Run] = {}
         self._positions: dict[Path, Position] = {}
         self._seen: set[int] = set()
-        self._last_reason = ""
         self._has_begun, self._stopping = False, threading.Event()
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
 
@@ -169,9 +166,7 @@ class Progress:
         if run.epoch is not None:
             after, text = f" after {run.epoch_text(run.epoch)}", run.judged(run.epoch, end.results)
         if end.status == "failed":
-            reason = end.message.partition("\n")[0]
-            text = "likewise" if reason == self._last_reason else reason
-            self._last_reason = reason
+            text = end.message.partition("\n")[0]
         self._print(f"{counter}{name} {end.status}{after}: {text}".removesuffix(": "))
 
     def _print(self, line: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from triaccel_ray.records.events import End, EventLog, Start, TakenOverError
 from triaccel_ray.service.cli.options import Where
-from triaccel_ray.service.commands.next_steps import resumable
+from triaccel_ray.service.commands.next_steps import command_to_resume, resumable
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.console import err
 from triaccel_ray.service.failures import cause_of, reporting_full_disk
@@ -41,8 +41,11 @@ class Work:
     """MLflow experiment."""
     resume: bool
     """Whether the command resumes what is at `place`."""
-    resume_command: str
-    """Command that resumes it after an interruption."""
+
+    @property
+    def resume_command(self) -> str:
+        """Command that resumes it after an interruption."""
+        return command_to_resume(self.place, self.where)
 
     @property
     def folder(self) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +13,14 @@ import ray
 
 from triaccel_ray.records.events import Claim, End
 from triaccel_ray.service.cli.options import Where, settings_text
-from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search, Trains
+from triaccel_ray.service.cli.specs import Resume, Trains
 from triaccel_ray.service.cli.translation import spec_of
 from triaccel_ray.service.cluster.cluster import cluster, gpus_of_a_run, joined_address, require_gpus, require_reachable
 from triaccel_ray.service.commands.next_steps import command_to_resume, print_model, print_outcome, resumable
 from triaccel_ray.service.commands.progress import Progress
 from triaccel_ray.service.commands.recording import Work, recording, search_parent, set_of_runs, with_recorded_store
 from triaccel_ray.service.compare.comparison import read_comparison, summary_metrics
-from triaccel_ray.service.compare.fixed_setting import choose_fixed_setting, trial_of
+from triaccel_ray.service.compare.fixed_setting import choose_fixed_setting
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.console import err, out
 from triaccel_ray.service.credentials import display_address
@@ -38,7 +38,7 @@ from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, 
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.search.search import best_trial, candidates, prepare, read_search, to_be_repeated, tune_trials
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.session import find, new_name, open_tracker, require_experiment, storage_of
+from triaccel_ray.service.session import create_storage, find, new_name, require_experiment, storage_of, tracker_of
 from triaccel_ray.service.storage.copies import PAGE_FILES
 from triaccel_ray.service.storage.layout import (
     BASELINES,
@@ -53,14 +53,20 @@ from triaccel_ray.service.storage.layout import (
     write_value,
 )
 from triaccel_ray.service.storage.mirror import mirrored, require_unused, upload
-from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.shipped import read_shipped
 from triaccel_ray.service.tracking.shipper import Parent
 from triaccel_ray.service.units import counted
+from triaccel_ray.trainables.task import Purpose
 
 RETRIED_CAUSES = ("bug", "preempted", "store")
 """Causes of failures that are unrelated to the settings tried."""
 
+EXPERIMENTS: Mapping[type, str] = {
+    RunSpec: "triaccel-runs",
+    SearchSpec: "triaccel-searches",
+    ComparisonSpec: "triaccel-comparisons",
+}
+"""Kind of result -> MLflow experiment to record it in, unless the user names one."""
 
 Show: TypeAlias = Callable[[View], object]
 """Called with the result as soon as there is one, before the rest of it is recorded."""
@@ -76,7 +82,7 @@ class Outcome:
     is_complete: bool
     """Whether all requested work was done; for a search, also whether a trial can be recommended."""
     failures: Sequence[str] = ()
-    """Messages of the failed runs of a search or comparison, already printed, if none has finished."""
+    """Messages of the failed runs of a search or comparison, already printed, if no run is left."""
 
 
 def carry_out(command: Trains | Resume, show: Show = lambda view: None) -> Outcome:
@@ -89,25 +95,20 @@ def carry_out(command: Trains | Resume, show: Show = lambda view: None) -> Outco
     """
     where = replace(command.where, address=joined_address(command.where.address))
     if isinstance(command, Trains):
-        spec = spec_of(command)
-        place = storage_of(command.where) / new_name(command.name, *_task_and_kind(spec))
-        experiment = command.experiment
+        spec, experiment, tracker = spec_of(command), command.experiment, tracker_of(where)
+        place = storage_of(where, writable=True) / new_name(command.name, *_task_and_kind(spec))
     else:
         place = find(command.name, command.where, writable=True)
         where = with_recorded_store(place.folder, where)
-        spec, shipped = _stored_spec(place.folder), read_shipped(place.folder)
-        kinds: dict[type, type[Trains]] = {SearchSpec: Search, ComparisonSpec: Compare, RunSpec: Run}
-        experiment = kinds[type(spec)].experiment if shipped is None else shipped.experiment
-    is_resumed = isinstance(command, Resume)
-    _check(spec if isinstance(spec, RunSpec) else spec.base, place, where, experiment, is_resumed=is_resumed)
-    work = Work(
-        place=place,
-        where=where,
-        tracker=open_tracker(where),
-        experiment=experiment,
-        resume=is_resumed,
-        resume_command=command_to_resume(place, where),
-    )
+        spec, shipped, tracker = _stored_spec(place.folder), read_shipped(place.folder), tracker_of(where)
+        experiment = None if shipped is None else shipped.experiment
+    if experiment is None:
+        experiment = EXPERIMENTS[type(spec)]
+    work = Work(place=place, where=where, tracker=tracker, experiment=experiment, resume=isinstance(command, Resume))
+    _check(spec if isinstance(spec, RunSpec) else spec.base, work)
+    if place.uri is None and (where.tracking_uri is None or isinstance(command, Trains)):
+        create_storage(where.storage_path.folder)  # also the place of the SQLite file
+    tracker.prepare()
     match spec:
         case SearchSpec():
             return _search(spec, work, show)
@@ -136,14 +137,15 @@ def _stored_spec(folder: Path) -> RunSpec | SearchSpec | ComparisonSpec:
     return read_spec(folder)
 
 
-def _check(spec: RunSpec, place: StoragePath, where: Where, experiment: str, *, is_resumed: bool) -> None:
+def _check(spec: RunSpec, work: Work) -> None:
     """Checks everything that needs no Ray. Nothing is written, so that a mistake does not use up the name."""
-    require_experiment(experiment)
-    if not is_resumed:
-        require_unused(place)
-    require_reachable(where.address)
-    require_gpus(where.address, spec)
-    if where.address is None:
+    address = work.where.address
+    require_experiment(work.experiment)
+    if not work.resume:
+        require_unused(work.place)
+    require_reachable(address)
+    require_gpus(address, spec)
+    if address is None:
         require_budget(spec)
 
 
@@ -166,7 +168,7 @@ def _train(spec: RunSpec, work: Work, show: Show) -> Outcome:
     ):
         specs, num_gpus = {folder.name: spec}, gpus_of_a_run(spec, work.where.address)
         title = ", ".join(filter(None, (f"{spec.task}: {METHODS[spec.method]}", spec.ranks_text)))
-        with Progress(title, folder.parent, specs, max_epochs=100):
+        with Progress(title, folder.parent, specs):
             failures = run_all(specs, place.parent, num_gpus=num_gpus)
     if failures:  # or invalid input that only the run's own process could detect
         raise failures[folder.name]
@@ -190,16 +192,13 @@ def _search(spec: SearchSpec, work: Work, show: Show) -> Outcome:
         if view.best is not None:
             write_value(folder / FOUND, view.best)
         show(view)
-        failures: dict[str, str] = {}
-        for run in record.trials:
-            if run.end is not None and run.end.cause in RETRIED_CAUSES:
-                failures[run.name] = troubles({run.name: run})
+        retried = [run for run in record.trials if run.end is not None and run.end.cause in RETRIED_CAUSES]
+        failures = {run.name: troubles({run.name: run}) for run in retried}
         best = best_trial(record)
         end = None if best is None else candidates(record)[best.name].end
         log.append(_end_record(failures, len(record.trials), {} if end is None else end.results))
     if failures:
-        err.print("\n".join(failures.values()), style="red", soft_wrap=True)
-        err.print(f"`{work.resume_command}` tries these again", soft_wrap=True)
+        _show_failures([*failures.values(), f"`{work.resume_command}` tries these again"])
     return Outcome(
         work=work,
         view=view,
@@ -234,9 +233,9 @@ def _compare(spec: ComparisonSpec, work: Work, show: Show) -> Outcome:
         with _ray(work.where):
             num_gpus = gpus_of_a_run(base, work.where.address)
             if spec.num_fixed and read_comparison(folder).fixed is None:
-                title = f"{base.task}: trials on validation samples"
+                title, trial = f"{base.task}: trials on validation samples", replace(base, purpose=Purpose.SEARCH)
                 with Progress(title, folder / TRIALS):
-                    choose_fixed_setting(spec, place, num_gpus=num_gpus, shared=_share_samples(trial_of(base)))
+                    choose_fixed_setting(spec, place, num_gpus=num_gpus, shared=_share_samples(trial))
             missing = read_comparison(folder).unfinished()
             with Progress(f"{base.task}: comparison", folder, missing):
                 failures = run_all(missing, place, num_gpus=num_gpus)
@@ -249,17 +248,17 @@ def _compare(spec: ComparisonSpec, work: Work, show: Show) -> Outcome:
         view = view_comparison(record)
         show(view)
         log.append(_end_record(failed, len(record.runs), summary_metrics(record)))
-    for name, text in failed.items():
-        err.print(text, style="red", soft_wrap=True)
-        if name in record.runs and record.runs[name].has_outcome:
-            retry_command = command_to_resume(place / name, work.where)
-            err.print(f"that is its outcome; `{retry_command}` tries it again", soft_wrap=True)
-    return Outcome(
-        work=work,
-        view=view,
-        is_complete=not failed,
-        failures=() if any(run.status == "finished" for run in record.runs.values()) else list(failed.values()),
-    )
+    if failed:
+        for name, run in record.failed.items():
+            if run.has_outcome:
+                failed[name] += f"\nthat is its outcome; `{command_to_resume(place / name, work.where)}` tries it again"
+        _show_failures(failed.values())
+    is_any_left = any(run.status == "finished" for run in record.runs.values())
+    return Outcome(work=work, view=view, is_complete=not failed, failures=() if is_any_left else list(failed.values()))
+
+
+def _show_failures(messages: Iterable[str]) -> None:
+    err.print("\n".join(messages), style="red", soft_wrap=True)
 
 
 def _ray(where: Where) -> AbstractContextManager[None]:

@@ -9,26 +9,13 @@ import socket
 import subprocess
 import sys
 
+from triaccel_ray.config import check_field, require
 from triaccel_ray.service.console import out
 from triaccel_ray.service.signals import as_interrupt
-from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError, sqlite_path
+from triaccel_ray.service.tracking.tracking import Tracker, sqlite_path
 
-GRACE_S = 10.0
-"""Time that a server gets to shut down before it is killed."""
-
-
-def require_store(tracker: Tracker) -> None:
-    """Checks that the store exists if it is a SQLite file; a server is checked when it is first used.
-
-    Raises:
-        TrackingUnavailableError: the file does not exist; it is not created.
-    """
-    path = sqlite_path(tracker.uri)
-    if path is not None and not path.is_file():
-        raise TrackingUnavailableError(
-            f"tracking uri = {tracker.uri!r}: there is no such file, so nothing is recorded there; name the "
-            "folder of your runs with --storage-path, or their store with --tracking-uri"
-        )
+_GRACE_S = 10.0
+"""Seconds that a server gets to shut down before it is killed."""
 
 
 def runs_pages(tracker: Tracker, base: str) -> dict[str, str]:
@@ -49,17 +36,21 @@ def show(tracker: Tracker, host: str, port: int) -> int:
     """Prints the page of each experiment, serves a SQLite store until Ctrl-C, and returns the exit status.
 
     Raises:
-        ValueError: the port is in use, or this machine does not have the address `host`.
+        ValueError: the port is in use, this machine does not have the address `host`, or there is no such store.
     """
-    is_server = tracker.uri.startswith("http")
-    if not is_server:
+    check_field("port", port, int, "[1, 65535]")
+    base, title, file = f"http://{host}:{port}", "MLflow UI (Ctrl-C ends it)", sqlite_path(tracker.uri)
+    if file is None:
+        base, title = tracker.uri.rstrip("/"), "the tracking server has its own UI:"
+    else:
+        rule = "there is no such file, so nothing is recorded there; name the folder of your runs with --storage-path"
+        require(file.is_file(), "tracking uri", tracker.uri, f"{rule}, or their store with --tracking-uri")
         _require_free(host, port)
-    pages = runs_pages(tracker, tracker.uri.rstrip("/") if is_server else f"http://{host}:{port}")
-    lines = [f"{name}: {page}" for name, page in pages.items()] or ["no runs are recorded yet"]
-    title = "the tracking server has its own UI:" if is_server else "MLflow UI (Ctrl-C ends it)"
+    tracker.prepare()
+    lines = [f"{name}: {page}" for name, page in runs_pages(tracker, base).items()] or ["no runs are recorded yet"]
     out.print("\n".join([title, *lines, f"store: {tracker.uri}"]), soft_wrap=True)
     sys.stdout.flush()
-    return 0 if is_server else _serve(tracker.uri, host, port)
+    return 0 if file is None else _serve(tracker.uri, host, port)
 
 
 def _require_free(host: str, port: int) -> None:
@@ -90,7 +81,7 @@ def _serve(store_uri: str, host: str, port: int) -> int:
             server.terminate()
             try:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    server.wait(GRACE_S)
+                    server.wait(_GRACE_S)
             finally:  # kills the process group after the grace period or a second signal, and whatever the server left
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(server.pid, signal.SIGKILL)

@@ -42,7 +42,7 @@ def choose_fixed_setting(
     """
     precisions = precisions_where_it_runs(spec.base, num_gpus=num_gpus)
     settings, root = sampled_settings(spec.base, precisions, spec.num_fixed), place.folder / TRIALS
-    specs = fixed_trials(spec, settings)
+    specs = fixed_trials(spec.base, settings)
     begun = {name: run for name in specs if (run := read_if_begun(root / name)) is not None}
     missing = {name: trial for name, trial in specs.items() if name not in begun or not begun[name].has_outcome}
     for error in run_all(missing, place / TRIALS, num_gpus=num_gpus, shared=shared).values():
@@ -52,15 +52,11 @@ def choose_fixed_setting(
     write_value(place.folder / FIXED_SETTING, best_setting(settings, runs))
 
 
-def fixed_trials(spec: ComparisonSpec, settings: Sequence[FixedSetting]) -> dict[str, RunSpec]:
-    """Returns the trials of the fixed settings by name, and the AMP trial that they are judged against."""
-    trials = {REFERENCE: trial_of(replace(spec.base, method=REFERENCE))}
-    return trials | {setting.name: trial_of(setting.onto(spec.base)) for setting in settings}
-
-
-def trial_of(spec: RunSpec) -> RunSpec:
-    """Returns `spec` as a trial, which has no access to test samples."""
-    return replace(spec, purpose=Purpose.SEARCH)
+def fixed_trials(base: RunSpec, settings: Sequence[FixedSetting]) -> dict[str, RunSpec]:
+    """Returns the trials of the fixed settings by name, and the AMP trial, on one GPU, that they are judged against."""
+    trial = replace(base, purpose=Purpose.SEARCH)  # without access to test samples
+    amp = replace(trial, method=REFERENCE, gpus=RunSpec.gpus)
+    return {REFERENCE: amp} | {setting.name: setting.onto(trial) for setting in settings}
 
 
 def sampled_settings(spec: RunSpec, precisions: Sequence[Precision], count: int) -> list[FixedSetting]:

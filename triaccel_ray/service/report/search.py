@@ -11,6 +11,7 @@ from typing import Any, Final
 import optuna
 from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.importance import FanovaImportanceEvaluator
+from optuna.study import StudyDirection
 
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import command_for
@@ -19,7 +20,7 @@ from triaccel_ray.service.report.provenance import about, all_settings, sharing_
 from triaccel_ray.service.report.report import View, with_page
 from triaccel_ray.service.report.tables import STAR, Grid, joined, lines
 from triaccel_ray.service.runs.objective import Figures, grace_epochs
-from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.service.runs.record import RunRecord, figures_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.search import search
 from triaccel_ray.service.search.search import (
@@ -31,7 +32,7 @@ from triaccel_ray.service.search.search import (
     tuned_thresholds_of,
 )
 from triaccel_ray.service.search.spec import dimensions
-from triaccel_ray.service.search.suggestions import quiet_optuna, trial_name
+from triaccel_ray.service.search.suggestions import new_study, trial_name
 from triaccel_ray.service.storage.layout import FIGURES, FOUND, TRIALS
 from triaccel_ray.service.units import counted
 
@@ -223,7 +224,7 @@ def importance(record: SearchRecord) -> str:
     epoch, judged = grace_epochs(record.spec.base.recipe.epochs), list[tuple[float, dict[str, float]]]()
     for run in record.trials:
         at = {scale.name: scale.position(run.spec.control) for scale in dimensions(record.spec.optional)}
-        figures = run.figures_after(epoch) if run.epochs and run.epochs[-1].epoch >= epoch else None
+        figures = next((figures_of(each, record.spec.base.goal) for each in run.epochs if each.epoch == epoch), None)
         if figures is not None and all(map(math.isfinite, at.values())):
             judged.append((record.objective.value(epoch, figures), at))
     values = sorted({value for value, _ in judged})
@@ -233,11 +234,10 @@ def importance(record: SearchRecord) -> str:
     ranges: dict[str, BaseDistribution] = {
         name: FloatDistribution(min(column), max(column)) for name, column in columns.items()
     }
-    with quiet_optuna():
-        study = optuna.create_study()
-        for value, at in judged:
-            study.add_trial(optuna.create_trial(params=at, distributions=ranges, value=float(values.index(value))))
-        shares = optuna.importance.get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
+    study = new_study([StudyDirection.MINIMIZE])
+    for value, at in judged:
+        study.add_trial(optuna.create_trial(params=at, distributions=ranges, value=float(values.index(value))))
+    shares = optuna.importance.get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
     return (
         f"Importance of each threshold: {', '.join(f'{name} {share:.0%}' for name, share in shares.items())} "
         f"(functional analysis of variance of the ranks of {len(judged)} trials after epoch {epoch}). tau_low and "

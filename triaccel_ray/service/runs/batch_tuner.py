@@ -61,9 +61,7 @@ class BatchTuner(Worker):
         """
         size = self._next_size
         assert size is not None  # not finished
-        with self._logging_errors():
-            throughput = self._time(size)
-        self._throughputs[size] = throughput
+        self._throughputs[size] = throughput = self._time(size)
         self.log.append(throughput)
 
     def checkpoint(self) -> None:

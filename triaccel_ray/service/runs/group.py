@@ -7,23 +7,26 @@ import functools
 import os
 import pickle
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put  # no public way to note a value in the GCS
+from ray.train.torch import TorchTrainer
+from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+from ray.train.v2.api.exceptions import ControllerError
 from ray.util.placement_group import get_current_placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from triaccel_ray.apply.agreement import PeerError
 from triaccel_ray.distributed.ranks import LostRankError
-from triaccel_ray.service.failures import MAX_LOSSES, PreemptedError, picklable
+from triaccel_ray.records.events import TakenOverError
+from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, picklable
+from triaccel_ray.service.runs.controller import EndOnFailure, InterfaceConfig, RankFailedError, TooManyLossesError
 from triaccel_ray.service.runs.follower import Follower
 from triaccel_ray.service.runs.mailbox import Mailbox, Progress
 from triaccel_ray.service.runs.processes import end_with_parent
-from triaccel_ray.service.runs.rank_failures import EndOnFailure, RankFailedError, TooManyLossesError
 from triaccel_ray.service.runs.saving import SavingPolicy, train_epoch
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
@@ -111,11 +114,6 @@ class Group:
 
 def _trainer(job: GroupJob, mailbox: Any, folder: str) -> Any:
     """Returns the trainer that runs the group; it writes to `folder`, nothing of which is needed later."""
-    from ray.train.torch import TorchTrainer
-    from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
-
-    from triaccel_ray.service.runs.interface import InterfaceConfig
-
     least, most = job.spec.gpu_range
     wait_s = _WAIT_FOR_GPUS_S if least == most else _WAIT_FOR_GPUS_ELASTIC_S
     os.environ.update(_RAY_TRAIN, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(wait_s))  # the process may train another
@@ -148,10 +146,7 @@ def train_rank(job: GroupJob, mailbox: Any) -> None:
     """
     end_with_parent()
     try:
-        if ray.train.get_context().get_world_rank() == 0:
-            _internal_kv_put(_key_of(job.place), pickle.dumps(get_current_placement_group()), overwrite=True)
-        with _training(job) as (worker, folder):
-            _train(worker, folder, mailbox)
+        _train(job, mailbox)
     except LostRankError:
         raise
     except Exception as error:
@@ -159,41 +154,42 @@ def train_rank(job: GroupJob, mailbox: Any) -> None:
         raise RankFailedError(str(told)[:500], pickle.dumps(told), isinstance(error, PeerError)) from None
 
 
-@contextlib.contextmanager
-def _training(job: GroupJob) -> Iterator[tuple[Worker, TrainingFolder]]:
-    """Yields the rank's worker and the run's folder, which rank 0 alone opens, writes and uploads."""
-    folder = TrainingFolder(job.place)
+def _train(job: GroupJob, mailbox: Any) -> None:
+    """Trains epochs while the trial wants more, and finishes the run after the last one.
+
+    Rank 0 alone opens, writes and uploads the run's folder.
+    """
+    folder, saving, leads = TrainingFolder(job.place), SavingPolicy(), ray.train.get_context().get_world_rank() == 0
+    splits = None if job.shared is None else ray.get(job.shared)
     with contextlib.ExitStack() as stack:
-        splits = None if job.shared is None else job.shared.get()
-        if ray.train.get_context().get_world_rank() == 0:
+        if leads:
+            _internal_kv_put(_key_of(job.place), pickle.dumps(get_current_placement_group()), overwrite=True)
             stack.callback(folder.close)
             folder.open()
             worker = Worker(job.spec, folder.path, splits)
         else:
             worker = Follower(replace(job.spec, keep=None), folder.path, splits)
         stack.callback(worker.close)
-        yield worker, folder
-
-
-def _train(worker: Worker, folder: TrainingFolder, mailbox: Any) -> None:
-    """Trains epochs while the trial wants more, and finishes the run after the last one."""
-    ranks, saving = worker.ranks, SavingPolicy()
-    leads = ranks.rank == 0
-    worker.resume()
-    folder.push_soon()
-    while not ranks.any(leads and not ray.get(mailbox.may_train.remote())):
-        progress = train_epoch(worker, folder, saving)
-        if leads:
-            ray.get(mailbox.report.remote(progress))
-        if progress.finished:
-            return
-    worker.stop()
+        try:
+            worker.resume()
+            folder.push_soon()
+            while not worker.ranks.any(leads and not ray.get(mailbox.may_train.remote())):
+                progress = train_epoch(worker, folder, saving)
+                if leads:
+                    ray.get(mailbox.report.remote(progress))
+                if progress.finished:
+                    return
+            worker.stop()
+        except (DiskFullError, TakenOverError, LostRankError):
+            raise
+        except Exception as error:
+            if leads and worker.log.is_open:
+                worker.fail(error)  # here: the store may be away, and the folder is this machine's
+            raise
 
 
 def _cause_of_end(error: Exception) -> Exception:
     """Returns what ended the group, without Ray Train's wrapper."""
-    from ray.train.v2.api.exceptions import ControllerError
-
     cause = error.controller_failure if isinstance(error, ControllerError) else error
     if isinstance(cause, TooManyLossesError):
         return PreemptedError(str(cause))

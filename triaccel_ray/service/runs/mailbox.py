@@ -26,8 +26,8 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._progress: asyncio.Queue[Progress | None] = asyncio.Queue()
-        self._changed = asyncio.Condition()
-        self._is_wanted = self._is_stopped = self._has_begun = False
+        self._is_wanted = asyncio.Event()
+        self._is_stopped = self._has_begun = False
         self._epoch = 0
         """The last epoch reported."""
         self._num_losses = 0
@@ -36,14 +36,15 @@ class Mailbox:
     async def may_train(self) -> bool:
         """By rank 0, before an epoch: waits until the trial wants one; returns False if it wants no more."""
         self._has_begun = True
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._is_wanted or self._is_stopped)
+        if not self._is_stopped:
+            await self._is_wanted.wait()
         return not self._is_stopped
 
     async def report(self, progress: Progress) -> None:
         """By rank 0: hands progress to the trial, unless it knows the epoch from before a loss."""
         if progress.epoch > self._epoch or progress.finished:
-            self._epoch, self._is_wanted, self._num_losses = progress.epoch, False, 0
+            self._epoch, self._num_losses = progress.epoch, 0
+            self._is_wanted.clear()
             await self._progress.put(progress)
 
     async def lose(self) -> int:
@@ -57,16 +58,13 @@ class Mailbox:
 
     async def next(self) -> Progress | None:
         """By the trial: has one epoch trained, and returns its progress; None if the group has ended."""
-        async with self._changed:
-            self._is_wanted = True
-            self._changed.notify_all()
+        self._is_wanted.set()
         return await self._progress.get()
 
     async def stop(self) -> None:
         """By the trial: has the ranks end before the next epoch."""
-        async with self._changed:
-            self._is_stopped = True
-            self._changed.notify_all()
+        self._is_stopped = True
+        self._is_wanted.set()
 
     async def has_begun(self) -> bool:
         """Returns whether rank 0 has asked for an epoch, which it does once the run's log is open."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from triaccel_ray.measure.score import BYTES_PER_GB, efficiency_score, mean_epoch_seconds
+from triaccel_ray.measure.score import BYTES_PER_GB, efficiency_score
 from triaccel_ray.records.codec import decode
 from triaccel_ray.records.events import (
     End,
@@ -102,26 +102,17 @@ class RunRecord:
     @property
     def figures(self) -> Figures | None:
         """The figures of the whole run, with its final metric; None before the first evaluation."""
-        return figures_of(self.epochs, self.start.goal, self.end.results if self.end else {})
-
-    def figures_after(self, epoch: int) -> Figures | None:
-        """Returns the figures as they were after `epoch` epochs; None if the run was not evaluated then."""
-        return figures_of([each for each in self.epochs if each.epoch <= epoch], self.start.goal)
+        results = self.end.results if self.end else {}
+        return figures_of(self.epochs[-1], self.start.goal, results) if self.epochs else None
 
 
-def figures_of(
-    epochs: Sequence[Epoch], goal: Goal, results: Mapping[str, float] = MappingProxyType({})
-) -> Figures | None:
-    """Returns the figures after these epochs, metric and seconds from `results` if present; None if not evaluated."""
-    if not epochs:
-        return None
-    last = epochs[-1]
-    metric = results.get(goal.name, last.held_out(goal))
+def figures_of(epoch: Epoch, goal: Goal, results: Mapping[str, float] = MappingProxyType({})) -> Figures | None:
+    """Returns the figures after an epoch, metric and seconds from `results` if present; None if not evaluated."""
+    metric = results.get(goal.name, epoch.held_out(goal))
     if metric is None:
         return None
-    mean_seconds = mean_epoch_seconds([epoch.seconds for epoch in epochs])
-    seconds = results.get("seconds_per_epoch") or last.typical_seconds or mean_seconds
-    peak_gb = last.peak_bytes / BYTES_PER_GB
+    seconds = results.get("seconds_per_epoch") or epoch.typical_seconds or epoch.seconds
+    peak_gb = epoch.peak_bytes / BYTES_PER_GB
     score = efficiency_score(metric, seconds, peak_gb, goal)
     return Figures(metric=metric, seconds=seconds, peak_gb=peak_gb, score=score)
 

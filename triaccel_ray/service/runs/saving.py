@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from triaccel_ray.model.dry_run import forbidding_exit, users_lines
 from triaccel_ray.service.runs.mailbox import Progress
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.training_folder import TrainingFolder
@@ -32,13 +33,22 @@ class SavingPolicy:
 
 
 def train_epoch(worker: Worker, folder: TrainingFolder, saving: SavingPolicy) -> Progress:
-    """Trains, saves and uploads the next epoch, if one is left; finishes the run after the last one."""
-    if not worker.finished:
-        worker.advance()
-        saving.after_epoch(worker)
-    finished = worker.finished
-    if finished:
-        worker.finish()
+    """Trains, saves and uploads the next epoch, if one is left; finishes the run after the last one.
+
+    An error gets the user's own lines as a note: notes reach the driver, the traceback does not.
+    """
+    try:
+        with forbidding_exit():
+            if not worker.finished:
+                worker.advance()
+                saving.after_epoch(worker)
+            if worker.finished:
+                worker.finish()
+    except Exception as error:
+        if lines := users_lines(error):
+            error.add_note(lines)
+        raise
+    if worker.finished:
         folder.close()
     folder.push_soon()
-    return Progress(epoch=worker.loop.sampler.epoch, figures=worker.figures, finished=finished)
+    return Progress(epoch=worker.loop.sampler.epoch, figures=worker.figures, finished=worker.finished)

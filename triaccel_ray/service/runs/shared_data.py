@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from triaccel_ray.service.runs.building import splits_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.trainables.task import Purpose, Splits
 
+SharedSplits: TypeAlias = ray.ObjectRef[Splits]
+"""Training and validation samples in the object store. `ray.get` returns them; their tensors are zero-copy views."""
 _PAGE_BYTES = 4096
 
 
@@ -25,34 +27,8 @@ class NotSharedError(ValueError):
     """The samples cannot be shared, so each run reads them itself; the message says why."""
 
 
-class SharedSplits:
-    """Training and validation samples in the object store; trials receive only a reference."""
-
-    def __init__(self, splits: Splits) -> None:
-        """Copies the samples into the store.
-
-        Raises:
-            NotSharedError: they are not tensors on the CPU, or something in them cannot be pickled.
-        """
-        for name, source in (("train", splits.train), ("held_out", splits.held_out)):
-            if not isinstance(source, TensorSource):
-                raise NotSharedError(f"{name} is a {type(source).__name__}: only a TensorSource has what can be shared")
-        ray.util.register_serializer(Tensor, serializer=_stored, deserializer=_restored)
-        try:
-            self._reference = ray.put(splits)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise NotSharedError(f"something in it cannot travel ({error.__cause__ or error})") from error
-        finally:
-            ray.util.deregister_serializer(Tensor)
-
-    def get(self) -> Splits:
-        """Returns the samples; their tensors are zero-copy views of the store, shared by all trials of a machine."""
-        splits: Splits = ray.get(self._reference)
-        return splits
-
-
 def share_splits(spec: RunSpec) -> SharedSplits:
-    """Reads the samples of a search on this machine, puts them into the object store, and returns them.
+    """Reads the samples of a search on this machine, puts them into the object store, and returns a reference.
 
     Raises:
         NotSharedError: they cannot be shared, or their files are not on this machine.
@@ -61,9 +37,27 @@ def share_splits(spec: RunSpec) -> SharedSplits:
     """
     require(spec.purpose is Purpose.SEARCH, "purpose", spec.purpose.value, "only a search's samples are shared")
     try:
-        return SharedSplits(splits_of(spec.load_task(), spec.purpose))
+        return put_splits(splits_of(spec.load_task(), spec.purpose))
     except FileNotFoundError as error:
         raise NotSharedError(f"not on this machine: {error}") from error
+
+
+def put_splits(splits: Splits) -> SharedSplits:
+    """Copies samples into the object store.
+
+    Raises:
+        NotSharedError: they are not tensors on the CPU, or something in them cannot be pickled.
+    """
+    for name, source in (("train", splits.train), ("held_out", splits.held_out)):
+        if not isinstance(source, TensorSource):
+            raise NotSharedError(f"{name} is a {type(source).__name__}: only a TensorSource has what can be shared")
+    ray.util.register_serializer(Tensor, serializer=_stored, deserializer=_restored)
+    try:
+        return ray.put(splits)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise NotSharedError(f"something in it cannot travel ({error.__cause__ or error})") from error
+    finally:
+        ray.util.deregister_serializer(Tensor)
 
 
 def _stored(tensor: Tensor) -> tuple[npt.NDArray[np.uint8], torch.Size, torch.dtype]:

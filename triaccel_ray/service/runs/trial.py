@@ -30,7 +30,7 @@ from triaccel_ray.service.runs.mailbox import Progress
 from triaccel_ray.service.runs.methods import TUNE_BATCH
 from triaccel_ray.service.runs.objective import Figures, Objective, grace_epochs
 from triaccel_ray.service.runs.processes import end_with_parent, preload
-from triaccel_ray.service.runs.record import end_run, read_if_begun
+from triaccel_ray.service.runs.record import end_run, figures_of, read_if_begun
 from triaccel_ray.service.runs.saving import SavingPolicy, train_epoch
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
@@ -77,8 +77,6 @@ class RunTrial(tune.Trainable):
 
     _worker: Worker | None = None
     _group: Group | None = None
-    _epoch = 0
-    """The last epoch of the run that was trained here."""
     _unreported: deque[dict[str, Any]] | None
     """Results from the log still to be reported to Tune; None before the first step."""
 
@@ -86,10 +84,9 @@ class RunTrial(tune.Trainable):
         """Stores the spec of the run; the first step that trains builds its worker."""
         self._context, self._saving = context, SavingPolicy()
         self._configure(config)
-        if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
-            end_with_parent()
-            if not self._spec.is_distributed:
-                preload()
+        end_with_parent()
+        if not self._spec.is_distributed:
+            preload()
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Switches the actor to another configuration; it keeps its CUDA context."""
@@ -110,7 +107,10 @@ class RunTrial(tune.Trainable):
         except StoreError:  # Tune retries it on any machine with room: the run itself is fine
             raise
         except Exception as error:
-            return self._failure(error)
+            try:
+                return self._failure(error)
+            except (DiskFullError, TakenOverError) as larger:
+                return self._failure(larger)
 
     def cleanup(self) -> None:
         """Ends the run's log and frees its memory."""
@@ -118,11 +118,10 @@ class RunTrial(tune.Trainable):
         group, self._group = self._group, None
         if group is not None:
             group.stop()
-        # A full disk or a takeover has been reported already, and need not be in the log.
         if worker is not None:
+            # A full disk or a takeover has been reported already, and need not be in the log.
             with contextlib.suppress(DiskFullError, TakenOverError):
-                if not worker.log.ended and not self._is_log_lost:
-                    worker.stop()
+                worker.stop()
             with contextlib.suppress(DiskFullError):
                 worker.close()
         self._upload()
@@ -131,8 +130,7 @@ class RunTrial(tune.Trainable):
         self._spec = self._context.spec_of(config)
         self._place = self._context.place / config.get(NAME, self.trial_id)
         self._folder = TrainingFolder(self._place)
-        self._has_ended, self._is_log_lost = config.get(ENDED, False), False
-        self._unreported, self._epoch = None, 0
+        self._has_ended, self._unreported = config.get(ENDED, False), None
 
     def _results_in_log(self, folder: Path) -> list[dict[str, Any]]:
         """Returns the results of the epochs in the folder's log; the last is marked done if the trial has ended."""
@@ -145,10 +143,10 @@ class RunTrial(tune.Trainable):
         is_finished = run.status == "finished"
         if self._context.objective is None and not is_finished:  # a caller that reruns it knows how it ended
             return []
-        results = [self._result(epoch.epoch, run.figures_after(epoch.epoch)) for epoch in run.epochs]
+        results = [self._result(epoch.epoch, figures_of(epoch, run.start.goal)) for epoch in run.epochs]
         if run.end is not None and run.end.status == "failed":
-            return [*results, _failed_result(len(results), run.end.cause, run.end.message)]
-        if (self._has_ended or is_finished) and results:
+            return [*results, _failed_result(run.end.cause, run.end.message)]
+        if results and (self._has_ended or is_finished or results[-1]["done"]):
             results[-1] |= {"done": True, FINISHED: is_finished}
             if run.end is None:  # pruned by the scheduler, and lost before it was logged
                 end_run(folder, None, End(status="stopped"))
@@ -156,13 +154,13 @@ class RunTrial(tune.Trainable):
 
     def _train(self) -> dict[str, Any]:
         progress = self._train_together() if self._spec.is_distributed else self._train_here()
-        self._epoch, finished = progress.epoch, progress.finished
-        return {**self._result(progress.epoch, progress.figures), "done": finished, FINISHED: finished}
+        result = self._result(progress.epoch, progress.figures)
+        return result | ({"done": True, FINISHED: True} if progress.finished else {})
 
     def _train_here(self) -> Progress:
         shared = self._context.shared
         if self._worker is None:
-            splits = None if shared is None else shared.get()
+            splits = None if shared is None else ray.get(shared)
             kind = BatchTuner if self._spec.method == TUNE_BATCH else Worker
             self._worker = kind(self._spec, self._folder.path, splits)
             self._worker.resume()
@@ -176,6 +174,7 @@ class RunTrial(tune.Trainable):
         return self._group.next_progress()
 
     def _result(self, epoch: int, figures: Figures | None) -> dict[str, Any]:
+        """Returns what Tune hears of an epoch; a trial that is too far behind AMP is done without having finished."""
         result: dict[str, Any] = {"epoch": epoch, "done": False, FINISHED: False}
         objective = self._context.objective
         if objective is None or figures is None:
@@ -187,7 +186,7 @@ class RunTrial(tune.Trainable):
             "peak_gb": figures.peak_gb,
             "score": figures.score,
             "objective": objective.value(epoch, figures),
-            "hopeless": epoch >= grace_epochs(self._spec.recipe.epochs) and objective.is_hopeless(epoch, figures),
+            "done": epoch >= grace_epochs(self._spec.recipe.epochs) and objective.is_hopeless(epoch, figures),
         }
 
     def _failure(self, error: Exception) -> dict[str, Any]:
@@ -197,36 +196,30 @@ class RunTrial(tune.Trainable):
         finds the failure in the log, and trains nothing.
         """
         cause, worker, group = cause_of(error), self._worker, self._group
-        epoch = self._epoch if worker is None else worker.loop.sampler.epoch
-        result = _failed_result(epoch, cause, str(error))
+        result = _failed_result(cause, str(error))
         if isinstance(error, DiskFullError | TakenOverError):
-            self._is_log_lost = True
+            if worker is not None:
+                worker.log.ended = True
             return result
         is_in_search = self._context.objective is not None
         has_begun = group.has_begun if group is not None else worker is not None and worker.log.is_open
         is_refused = not is_in_search and cause == "bug" and not has_begun
         if not is_refused:  # invalid input must not use up the run's name
-            if group is not None:
-                self._log_failure_of_group(error, has_begun=has_begun)
-            elif worker is None or not has_begun:
-                write_traceback(self._folder.path, error)
-                end_run(self._folder.path, self._spec, failed(error))
-            elif not worker.log.ended:
+            if worker is not None and has_begun:
                 worker.fail(error)
+            else:  # the ranks of a group have ended, and their log may be on another machine
+                here = contextlib.nullcontext(self._folder.path)
+                with here if group is None else editing_log(self._place) as folder:
+                    write_traceback(folder, error)
+                    run = read_if_begun(folder) if has_begun else None
+                    if run is None or run.end is None:  # else rank 0 has ended it
+                        end_run(folder, self._spec, failed(error))
             self._upload()
         if not is_in_search:
             return {**result, "error": picklable(error) if group is None else error, "is_refused": is_refused}
         if cause not in RESULTS:
             raise error
         return result
-
-    def _log_failure_of_group(self, error: Exception, *, has_begun: bool) -> None:
-        """Ends the log of a run whose ranks have ended, unless rank 0 has done so."""
-        with editing_log(self._place) as folder:
-            run = read_if_begun(folder)
-            write_traceback(folder, error)
-            if run is None or run.end is None or not has_begun:
-                end_run(folder, self._spec, failed(error))
 
     def _upload(self) -> None:
         """Uploads everything to the store; a failure is only logged, so that the actor can report or start a run."""
@@ -236,14 +229,14 @@ class RunTrial(tune.Trainable):
             _logger.warning("%s", failure)
 
 
-def _failed_result(epoch: int, cause: str, message: str) -> dict[str, Any]:
-    """Returns the last result of a trial that failed after `epoch` epochs.
+def _failed_result(cause: str, message: str) -> dict[str, Any]:
+    """Returns the last result of a trial that failed.
 
     `unfinished` is the cause, if the configuration is not to blame. Figures are so bad that a search avoids it.
     """
     figures = {"quality": 0.0, "seconds_per_epoch": 1e9, "peak_gb": 1e9, "score": 0.0, "objective": FAILED_OBJECTIVE}
     unfinished = "" if cause in RESULTS else cause
-    return {**figures, "epoch": epoch, "done": True, FINISHED: True, "unfinished": unfinished, "message": message}
+    return {**figures, "done": True, FINISHED: True, "unfinished": unfinished, "message": message}
 
 
 def reopen(folder: Path) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,14 @@ from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import require
 from triaccel_ray.cuda.allocator import use_lean_memory
 from triaccel_ray.data.sources import DataSource
-from triaccel_ray.distributed.ranks import LostRankError, Ranks
+from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.score import BYTES_PER_GB, EpochTimes, efficiency_score
-from triaccel_ray.model.dry_run import forbidding_exit, users_lines
 from triaccel_ray.records.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.events import End, Epoch, LogError, TakenOverError
+from triaccel_ray.records.events import End, Epoch, LogError
 from triaccel_ray.records.goal import LOSS
 from triaccel_ray.service.failures import (
-    DiskFullError,
     NonFiniteLossError,
     cause_of,
     failed,
@@ -82,7 +79,7 @@ class Worker:
     @property
     def figures(self) -> Figures | None:
         """The figures after the last epoch, on the validation samples; None if no epoch was evaluated on them."""
-        return None if self.last is None else figures_of([self.last], self.spec.goal)
+        return None if self.last is None else figures_of(self.last, self.spec.goal)
 
     @property
     def finished(self) -> bool:
@@ -133,18 +130,17 @@ class Worker:
 
         Raises:
             NonFiniteLossError: the training loss or the metric is not finite, or the validation loss and a value in
-                the model are not; the log says so.
-            torch.OutOfMemoryError, MemoryError: not even one sample fits; likewise.
+                the model are not.
+            torch.OutOfMemoryError, MemoryError: not even one sample fits.
             TakenOverError: another process has taken over the run.
         """
         plan, began = self.loop.plan, time.thread_time()
-        with self._logging_errors():
-            stats = self.loop.train_epoch()
-            # On a CPU the processor time of the one thread: other processes on its core do not lengthen it.
-            compute_seconds = time.thread_time() - began if self.device.type == "cpu" else stats.seconds
-            if not math.isfinite(stats.loss):
-                raise NonFiniteLossError(f"the training loss of epoch {stats.epoch} is {stats.loss}{self._way_out()}")
-            evaluation = self._evaluate(self._splits.held_out) if self.spec.validates else None
+        stats = self.loop.train_epoch()
+        # On a CPU the processor time of the one thread: other processes on its core do not lengthen it.
+        compute_seconds = time.thread_time() - began if self.device.type == "cpu" else stats.seconds
+        if not math.isfinite(stats.loss):
+            raise NonFiniteLossError(f"the training loss of epoch {stats.epoch} is {stats.loss}{self._way_out()}")
+        evaluation = self._evaluate(self._splits.held_out) if self.spec.validates else None
         self._times.add(stats.epoch, stats.seconds, compute_seconds, has_changed_plan=not self.loop.plan.steps_as(plan))
         typical_seconds, memory = self._times.typical, self.loop.memory
         memory.refresh_peaks()
@@ -178,8 +174,7 @@ class Worker:
         assert last is not None  # a recipe has at least one epoch
         metrics, loss = last.held_out_metrics, last.held_out_loss
         if loss is None or self.spec.purpose is Purpose.FINAL:
-            with self._logging_errors():
-                evaluation = self._evaluate(self._at_end)
+            evaluation = self._evaluate(self._at_end)
             metrics, loss = evaluation.metrics, evaluation.loss
         memory = self.loop.memory
         memory.refresh_peaks()
@@ -208,10 +203,7 @@ class Worker:
 
     def fail(self, error: Exception) -> None:
         """Ends the log of a run that failed with `error`, and writes the traceback beside it."""
-        if lines := users_lines(error):
-            error.add_note(lines)  # notes reach the driver, the traceback does not
-        if self.log.is_open and not self.log.ended:
-            write_traceback(self.folder, error)
+        write_traceback(self.folder, error)
         self.log.append(failed(error))
 
     def close(self) -> None:
@@ -313,18 +305,6 @@ class Worker:
         finally:
             del loop
             memory.release()
-
-    @contextlib.contextmanager
-    def _logging_errors(self) -> Iterator[None]:
-        """Logs any error that the code inside raises, also a `sys.exit` in the user's code."""
-        try:
-            with forbidding_exit():
-                yield
-        except (DiskFullError, TakenOverError, LostRankError):
-            raise  # no room for an end record, the log belongs to another process, or the run goes on in a new group
-        except Exception as error:
-            self.fail(error)
-            raise
 
     def _evaluate(self, samples: DataSource) -> Evaluation:
         evaluation = self.loop.evaluate(samples, self._task.metrics, is_last=self.finished)

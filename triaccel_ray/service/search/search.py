@@ -25,7 +25,7 @@ from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trial import RunContext, reopen
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.search.suggestions import JournaledSearch, quiet_optuna
+from triaccel_ray.service.search.suggestions import JournaledSearch
 from triaccel_ray.service.storage.layout import (
     BASELINES,
     EVENTS,
@@ -149,18 +149,21 @@ def tune_trials(
     for trial in trials.folder.glob("*"):
         with editing_log(trials / trial.name) as log:
             reopen(log)
-    with quiet_optuna():
-        suggestions = JournaledSearch(spec, place, claim)
-        config = tune.TuneConfig(
-            search_alg=suggestions,
-            scheduler=FIFOScheduler() if spec.objective == "pareto" else pruner(base.recipe.epochs),
-            num_samples=spec.num_trials,
-            reuse_actors=True,
-            max_concurrent_trials=num_groups(base, num_gpus),
-        )
-        fit(context, config, num_gpus=num_gpus)
-        if suggestions.failure is not None:
-            raise suggestions.failure
+    epochs = base.recipe.epochs
+    pruner = ASHAScheduler(
+        "epoch", "objective", "max", max_t=epochs, grace_period=grace_epochs(epochs), reduction_factor=3
+    )
+    suggestions = JournaledSearch(spec, place, claim)
+    config = tune.TuneConfig(
+        search_alg=suggestions,
+        scheduler=FIFOScheduler() if spec.objective == "pareto" else pruner,
+        num_samples=spec.num_trials,
+        reuse_actors=True,
+        max_concurrent_trials=num_groups(base, num_gpus),
+    )
+    fit(context, config, num_gpus=num_gpus)
+    if suggestions.failure is not None:
+        raise suggestions.failure
     pull_run(trials)
 
 
@@ -293,20 +296,6 @@ def _headroom_bytes(base: RunSpec, run: RunRecord) -> int:
     idle_bytes = int(run.end.results["idle_gb"] * 1e9) if run.end else 0
     taken, batch = run.epochs[-1].peak_bytes - idle_bytes, base.control.batch
     return max(taken * batch.maximum // batch.start, MIN_HEADROOM_BYTES)
-
-
-class _Pruner(ASHAScheduler):
-    """ASHA that also stops every trial out of reach of the AMP baseline, even if few trials have come as far."""
-
-    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        action: str = super().on_trial_result(tune_controller, trial, result)
-        return self.STOP if result["hopeless"] else action
-
-
-def pruner(epochs: int) -> ASHAScheduler:
-    """Returns the scheduler that prunes trials of `epochs` epochs."""
-    grace = grace_epochs(epochs)
-    return _Pruner("epoch", "objective", "max", max_t=epochs, grace_period=grace, reduction_factor=3)
 
 
 def is_finished(run: RunRecord | None) -> TypeGuard[RunRecord]:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,7 +57,7 @@ class JournaledSearch(Searcher):
         if self._journal.exists():
             os.truncate(self._journal, self._journal.read_bytes().rfind(b"\n") + 1)
         directions = [StudyDirection.MAXIMIZE if each else StudyDirection.MINIMIZE for each in maximized.values()]
-        self._study = optuna.create_study(directions=directions)
+        self._study = new_study(directions)
         for sample in samples or [{name: ANCHOR[name] for name in space}]:
             self._study.enqueue_trial(dict(sample))
         self._trials: dict[str, tuple[str, optuna.trial.Trial]] = {}
@@ -129,15 +129,13 @@ class JournaledSearch(Searcher):
             os.fsync(file.fileno())
 
 
-@contextlib.contextmanager
-def quiet_optuna() -> Iterator[None]:
-    """Limits Optuna's messages to warnings; by default it reports every study and trial."""
-    before = optuna.logging.get_verbosity()
+def new_study(directions: Sequence[StudyDirection]) -> optuna.Study:
+    """Returns a study in memory, without Optuna's report of it on standard error."""
+    verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        yield
-    finally:
-        optuna.logging.set_verbosity(before)
+    study = optuna.create_study(directions=directions)
+    optuna.logging.set_verbosity(verbosity)
+    return study
 
 
 def trial_name(number: int) -> str:

@@ -1,15 +1,18 @@
-"""Failures of ranks, as Ray Train's controller sees them; light to import, since it is a process of its own."""
+"""What Ray Train's controller does for a group of ranks; light to import, since it is a process of its own."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
+import psutil
 import ray
 from ray.train import UserCallback
+from ray.train.torch import TorchConfig
 
 _LOOK_S = 60
 """Seconds for which the cluster is looked at after a loss. Ray notices a lost machine after some 15 s."""
@@ -65,3 +68,29 @@ def look_at_cluster() -> None:
         with contextlib.suppress(ray.exceptions.RayError):  # the cluster ends, or is busy
             ray.get(coordinator.get_reserved_resources.remote("", recompute=True))
         time.sleep(1.0)
+
+
+class InterfaceConfig(TorchConfig):
+    """Ray Train's configuration of PyTorch, whose ranks use Ray's interface before their process group begins."""
+
+    @property
+    def backend_cls(self) -> Any:
+        """The class that starts the process group."""
+        return _Backend
+
+
+class _Backend(TorchConfig().backend_cls):  # type: ignore[misc]  # which has no public name
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        worker_group.execute(use_rays_interface)
+        super().on_start(worker_group, backend_config)
+
+
+def use_rays_interface() -> None:
+    """Has gloo use the interface by which Ray reaches this machine, unless the environment names one.
+
+    By default it uses that of the machine's name, which on Debian leads to the loopback: no other machine gets there.
+    """
+    address = ray.util.get_node_ip_address()
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
