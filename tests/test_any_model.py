@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tests.build import BF16, FP16, FP32, QUIET, Wired, loop_of, run
 from triaccel_ray.baseline import BaselineLoop
-from triaccel_ray.config import ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.config import ControlConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop, NonFiniteGradientsError
 from triaccel_ray.records.events import EventLog
 from triaccel_ray.records.plan import Precision
@@ -142,20 +142,6 @@ def test_a_training_that_has_diverged_ends_with_its_cause() -> None:
     run(loop, 9)
     with pytest.raises(NonFiniteGradientsError, match=r"of the last 10 steps were NaN or infinite, up to step 10"):
         loop.step()
-
-
-def test_what_is_tried_before_the_first_step_computes_in_fp32() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    seen: list[torch.dtype] = []
-    hook = model[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    loop, _ = loop_of(model, vectors(), replace(config_of(BF16), curvature=CurvatureConfig()))
-    assert not loop.curvature.off_because
-    assert set(seen) == {torch.float32}
-    loop.step()
-    hook.remove()
-    loop.close()
-    assert torch.bfloat16 in seen
 
 
 def test_weights_beside_child_layers_are_told_of_once() -> None:

@@ -76,55 +76,36 @@ def test_a_suspended_loop_leaves_the_model_to_compute_in_fp32() -> None:
     assert loop.evaluate(blobs(8)).num_samples == 8
 
 
-class FrozenNorm(nn.Module):
-    """A network whose own `train` keeps its norm in eval mode."""
+class OwnModes(nn.Module):
+    """A network whose own `train` keeps its norm in eval mode, and in eval mode adds an adapter to its weights."""
+
+    is_merged = False
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.linear = nn.BatchNorm1d(8), nn.Linear(8, 4)
 
-    def train(self, mode: bool = True) -> "FrozenNorm":
+    def train(self, mode: bool = True) -> "OwnModes":
         super().train(mode)
         self.norm.eval()
+        self.is_merged = not mode
         return self
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.linear(self.norm(inputs))
 
 
-def test_a_model_that_keeps_its_norms_frozen_trains_with_them_frozen() -> None:
-    model = FrozenNorm()
-    loop, _ = loop_of(model, blobs(24), QUIET)
+@pytest.mark.parametrize("is_part", [True, False])
+def test_a_models_own_train_and_eval_are_called_and_a_module_keeps_its_mode(is_part: bool) -> None:
+    model, norm = OwnModes(), nn.BatchNorm1d(8).eval()
+    loop, _ = loop_of(nn.Sequential(norm, model) if is_part else model, blobs(24), QUIET)
     for _ in range(2):
+        assert not model.is_merged
         loop.train_epoch()
         loop.evaluate(blobs(8))
-    assert model.norm.num_batches_tracked == 0
+    assert not model.is_merged
+    assert model.norm.num_batches_tracked == norm.num_batches_tracked == 0
     assert not model.norm.running_mean.any()
-    norm = nn.BatchNorm1d(8)
-    norm.eval()  # a module's own mode stays as it is, beside one with such a `train` too
-    loop, _ = loop_of(nn.Sequential(norm, FrozenNorm()), blobs(24), QUIET)
-    loop.train_epoch()
-    assert norm.num_batches_tracked == 0
-
-
-class Merging(nn.Linear):
-    """A layer whose weight has an addend, added for good in eval mode, as of a low-rank adapter."""
-
-    is_merged = False
-
-    def train(self, mode: bool = True) -> "Merging":
-        super().train(mode)
-        self.is_merged = not mode
-        return self
-
-
-def test_what_a_models_own_eval_does_is_undone_after_an_evaluation() -> None:
-    model = Merging(8, 4)
-    loop, _ = loop_of(model, blobs(24), QUIET)
-    assert not model.is_merged
-    loop.step()
-    loop.evaluate(blobs(8))
-    assert not model.is_merged
 
 
 def test_a_late_decision_holds_three_steps_later_and_is_recorded_five_after_that() -> None:

@@ -122,24 +122,33 @@ def test_curvature_that_cannot_be_measured_is_off_from_the_first_step_on(
     assert all(layer.eigenvalues is None for tick in ticks for layer in tick.observation.layers)
 
 
+class Clock:
+    now = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Time as the test says, of which measurements have a share, as on a GPU."""
+    clock = Clock()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(control_curvature, "has_share", lambda *_: True)
+    return clock
+
+
 @pytest.mark.parametrize("works", [True, False])
 def test_curvature_for_the_log_alone_is_tried_once_its_share_of_the_time_allows(
-    works: bool, monkeypatch: pytest.MonkeyPatch
+    works: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU; this device has no share."""
-    now, loaded = 0.0, nn.Sequential(mlp(), moody := Moody(LookupError("eval mode is broken")))
-    moody.is_broken = not works
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    model = nn.Sequential(mlp(), Moody(LookupError("eval mode is broken")))
+    model[1].is_broken = not works
     batch = replace(QUIET.batch, enabled=False)
     config = replace(QUIET, every_steps=4, curvature=CurvatureConfig(every_steps=4), batch=batch)
-    monkeypatch.setattr(CurvatureMeter, "dry_run", lambda *_: pytest.fail("measures before the first step"))
-    monkeypatch.setattr(control_curvature, "has_share", lambda *_: True)
-    loop, ticks = loop_of(loaded, blobs(64), config)
-    monkeypatch.undo()
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    with monkeypatch.context() as before:
+        before.setattr(CurvatureMeter, "dry_run", lambda *_: pytest.fail("measures before the first step"))
+        loop, ticks = loop_of(model, blobs(64), config)
     loop.train_epoch()
     assert [fault[:2] for fault in curvature_faults(ticks)] == [(FaultKind.CURVATURE_WAITS, 4)]
-    now += DRY_RUN_S / measuring_share(config)
+    clock.now += DRY_RUN_S / measuring_share(config)
     loop.train_epoch()
     loop.tick()
     measured = any(layer.eigenvalues for tick in ticks for layer in tick.observation.layers)
@@ -149,32 +158,27 @@ def test_curvature_for_the_log_alone_is_tried_once_its_share_of_the_time_allows(
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1])
 def test_measurements_that_are_used_have_the_whole_share_and_the_first_does_not_wait_for_the_dry_runs(
-    alpha: float, monkeypatch: pytest.MonkeyPatch
+    alpha: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU; this device has no share."""
-    now, done = 0.0, []
+    done: list[str] = []
 
     def taking(seconds: float, name: str) -> Any:
         call = getattr(CurvatureMeter, name)
 
         def timed(*args: Any, **options: Any) -> Any:
-            nonlocal now
-            now += seconds
+            clock.now += seconds
             done.append(name)
             return call(*args, **options)
 
         return timed
 
-    monkeypatch.setattr(control_curvature, "has_share", lambda *_: True)
     for name, seconds in {"dry_run": 9.0, "measure": 1.0}.items():
         monkeypatch.setattr(CurvatureMeter, name, taking(seconds, name))
     config = replace(QUIET, every_steps=100, curvature=CurvatureConfig(every_steps=1, alpha=alpha), max_overhead=0.02)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
     loop, _ = loop_of(mlp(), blobs(64), config)
 
     def after(seconds: float, *, waits: bool) -> list[int]:
-        nonlocal now
-        now += seconds
+        clock.now += seconds
         loop.state = replace(loop.state, batch=replace(loop.state.batch, waits_for_noise=waits))
         done.clear()
         loop.step()
@@ -196,14 +200,13 @@ def test_measurements_that_are_used_have_the_whole_share_and_the_first_does_not_
 
 
 def test_a_measurement_that_would_take_too_long_is_planned_once_until_its_share_allows_it(
-    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU; this device has no share. Planning takes of the share, too: repeated, it would use it up."""
-    now, done = 0.0, []
+    """Planning takes of the share, too: repeated, it would use it up."""
+    done: list[str] = []
 
     def prepare(*_: Any, **options: Any) -> float:
-        nonlocal now
-        now += 1.0
+        clock.now += 1.0
         done.append("prepare")
         return 26.0
 
@@ -211,18 +214,16 @@ def test_a_measurement_that_would_take_too_long_is_planned_once_until_its_share_
         done.append("measure")
         raise torch.OutOfMemoryError("no room for curvature")
 
-    monkeypatch.setattr(control_curvature, "has_share", lambda *_: True)
     monkeypatch.setattr(CurvatureMeter, "prepare", prepare)
     monkeypatch.setattr(CurvatureMeter, "measure", measure)
     config = replace(QUIET, every_steps=100, curvature=CurvatureConfig(every_steps=1, alpha=0.1), max_overhead=0.02)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
     loop, _ = loop_of(mlp(), blobs(64), config)
     loop.step()
     for _ in range(12):
-        now += 100.0
+        clock.now += 100.0
         loop.step()
     assert done == ["prepare"]
-    now += 1500.0
+    clock.now += 1500.0
     loop.step()
     assert done == ["prepare", "prepare", "measure"]
 

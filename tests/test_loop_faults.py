@@ -23,7 +23,6 @@ from tests.build import (
     same,
     values,
 )
-from triaccel_ray.apply.step import Step
 from triaccel_ray.config import BatchConfig, PrecisionConfig
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.decide import replay
@@ -154,18 +153,17 @@ def test_an_evaluation_that_does_not_fit_is_a_fault_of_the_next_tick() -> None:
     assert ticks == [tick]
 
 
-class Narrow(Step):
-    """A step that can be prepared for two parts at most."""
+def test_a_plan_that_could_not_be_applied_is_a_fault_of_the_next_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, ticks = loop_of(nn.Sequential(mlp(), Limited(1)), blobs(240), QUIET)
+    step = loop._training.steps.step
+    prepare = step.set_num_micro_batches
 
-    def set_num_micro_batches(self, num_micro_batches: int, min_micro_batch_size: int = 1) -> None:
+    def narrow(num_micro_batches: int, min_micro_batch_size: int = 1) -> None:
         if num_micro_batches > 2:
             raise RuntimeError("no memory for more parts")
-        super().set_num_micro_batches(num_micro_batches, min_micro_batch_size)
+        prepare(num_micro_batches, min_micro_batch_size)
 
-
-def test_a_plan_that_could_not_be_applied_is_a_fault_of_the_next_tick() -> None:
-    loop, ticks = loop_of(nn.Sequential(mlp(), Limited(1)), blobs(240), QUIET)
-    loop._training.steps.step.__class__ = Narrow
+    monkeypatch.setattr(step, "set_num_micro_batches", narrow)
     while len(ticks) < 2:
         loop.step()
     assert ticks[0].decision.plan.num_micro_batches == 4

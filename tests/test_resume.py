@@ -27,6 +27,7 @@ from tests.build import (
     shift_and_noise,
     values,
 )  # fmt: skip
+from triaccel_ray.apply import fused_optimizer
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import (
     BatchConfig,
@@ -200,7 +201,10 @@ def test_every_way_of_measuring_curvature_resumes(method: Any, tmp_path: Path) -
     ],
     ids=["recompute", "accumulate", "split", "lean"],
 )
-def test_every_way_to_save_memory_resumes(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_every_way_to_save_memory_resumes(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_optimizer, "MIN_ELEMENTS_IN_CODES", 30)
     make = partial(control_loop, optimizer="adamw fused", **changes)
     assert_resumes(make, 13, tmp_path / "checkpoint.pt")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -224,29 +225,57 @@ def test_a_constant_in_the_loss_does_not_hide_that_the_outputs_change() -> None:
         assert fault.layers == ("0.linear",)
 
 
-@pytest.mark.parametrize("value", [-math.inf, torch.finfo(torch.float32).min, -1e9, -1e4, 1.0, math.nan])
-def test_a_masked_output_does_not_hide_that_others_change(value: float) -> None:
-    def masked(self: Wired, x: Tensor) -> Tensor:
+def masked(value: float) -> nn.Module:
+    """Adds a column of this value to the outputs."""
+
+    def wiring(self: Wired, x: Tensor) -> Tensor:
         out = self.network(x)
         return torch.cat((out, torch.full_like(out, value)), 1)
 
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.mse_loss(outputs[:, :1], targets)
-
-    with closing(loop_by_default(Wired(masked, network=sines()), PrecisionConfig(), loss)) as loop:
-        assert loop.plan.precision["network.0.linear"] is FP32
-        assert loop.plan.precision["network.1.linear"] is BF16
+    return Wired(wiring, network=sines())
 
 
-def test_outputs_that_few_samples_change_are_no_masks() -> None:
-    def spikes(self: Wired, x: Tensor) -> Tensor:
-        out = self.network(x).repeat(1, 999)
-        return (out > 0).float() + 0.0 * out
+def spikes(self: Wired, x: Tensor) -> Tensor:
+    """Outputs that few samples change."""
+    out = self.network(x).repeat(1, 999)
+    return (out > 0).float() + 0.0 * out
 
+
+def slope(self: Wired, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(self.network(x).sum(), x, create_graph=True)[0]
+
+
+def zero() -> nn.Module:
+    model = nn.Linear(8, 1)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    return model
+
+
+MASKS = (-math.inf, torch.finfo(torch.float32).min, -1e9, -1e4, 1.0, math.nan)
+JUDGED: dict[str, tuple[Callable[[], nn.Module], int, bool]] = {
+    **{f"masked by {value:.0e}": (partial(masked, value), 1, True) for value in MASKS},
+    "large outputs": (lambda: Wired(lambda self, x: 1e6 * self.network(x), network=sines()), 1, True),
+    "gradients computed by the model": (lambda: Wired(slope, network=sines()), 1, True),
+    "spikes": (lambda: Wired(spikes, network=nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1))), 1, False),
+    "outputs of zero": (zero, 8, False),
+    "an ordinary model": (
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(), nn.Linear(16, 1)), 8, False
+    ),
+}  # fmt: skip
+"""What makes the model, its number of inputs, and whether its first layer needs FP32."""
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_a_layer_keeps_fp32_only_if_outputs_other_than_masks_change(name: str) -> None:
+    make, width, needs_fp32 = JUDGED[name]
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1))
-    with closing(loop_by_default(Wired(spikes, network=network), PrecisionConfig(), lambda out, y: out.mean())) as loop:
-        assert set(loop.plan.precision.values()) == {BF16}
+    loss = lambda outputs, targets: F.mse_loss(outputs[:, :1], targets)  # noqa: E731
+    with closing(loop_by_default(make(), PrecisionConfig(), loss, width=width)) as loop:
+        first, *others = loop.plan.precision.values()
+        assert first is (FP32 if needs_fp32 else BF16)
+        assert others[:1] in ([], [BF16])  # the last layer's outputs are the model's
 
 
 @pytest.mark.parametrize(
@@ -263,24 +292,6 @@ def test_the_change_of_outputs_is_relative_to_what_is_no_mask(
 ) -> None:
     monkeypatch.setattr(control_sensitivity, "_PART", 2)
     assert _relative_change([torch.tensor(before)], [torch.tensor(after)]) == pytest.approx(change, rel=1e-2)
-
-
-def test_large_outputs_are_no_masks() -> None:
-    def large(self: Wired, x: Tensor) -> Tensor:
-        return 1e6 * self.network(x)
-
-    with closing(loop_by_default(Wired(large, network=sines()), PrecisionConfig())) as loop:
-        assert loop.plan.precision["network.0.linear"] is FP32
-
-
-def test_a_model_that_computes_gradients_itself_is_tried_too() -> None:
-    def slope(self: Wired, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(self.network(x).sum(), x, create_graph=True)[0]
-
-    with closing(loop_by_default(Wired(slope, network=sines()), PrecisionConfig())) as loop:
-        assert loop.plan.precision["network.0.linear"] is FP32
-        assert loop.plan.precision["network.1.linear"] is BF16
 
 
 def test_a_model_in_fp32_is_judged_as_well_so_that_the_first_tick_does_no_harm() -> None:
@@ -329,18 +340,4 @@ def test_a_layer_whose_rounding_changes_the_new_models_outputs_is_never_offered_
 )
 def test_nothing_is_withdrawn_where_nothing_is_judged(precision: PrecisionConfig, settings: dict) -> None:
     with closing(loop_by_default(sines(), precision, **settings)) as loop:
-        assert set(loop.plan.precision.values()) == {BF16}
-
-
-def test_an_ordinary_model_keeps_its_precisions() -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(), nn.Linear(16, 1))
-    with closing(loop_by_default(model, PrecisionConfig(), width=8)) as loop:
-        assert set(loop.plan.precision.values()) == {BF16}
-
-
-def test_outputs_of_zero_withdraw_nothing() -> None:
-    model = nn.Linear(8, 1)
-    nn.init.zeros_(model.weight)
-    nn.init.zeros_(model.bias)
-    with closing(loop_by_default(model, PrecisionConfig(), width=8)) as loop:
         assert set(loop.plan.precision.values()) == {BF16}

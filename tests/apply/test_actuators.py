@@ -25,7 +25,7 @@ def actuators_of(plan: Plan) -> Actuators:
     return Actuators(plan, cache_of(step_of(mlp(), blobs(16))), GraphPool(CPU))
 
 
-def test_a_plan_is_in_force_at_once_and_one_that_fails_leaves_it_and_comes_back_as_a_fault() -> None:
+def test_a_plan_is_in_force_at_once_and_a_later_one_that_fails_leaves_it_and_comes_back_as_a_fault() -> None:
     actuators = actuators_of(OLD)
     assert parts_and_dtype(actuators) == (2, torch.bfloat16)
     assert actuators.apply(NEW, step=3) == Applied(plan=NEW)
@@ -36,8 +36,5 @@ def test_a_plan_is_in_force_at_once_and_one_that_fails_leaves_it_and_comes_back_
     assert actuators.apply(impossible, step=4) == Applied(plan=NEW, faults=(fault,))
     assert actuators.plan is NEW
     assert parts_and_dtype(actuators) == (4, torch.float16)
-
-
-def test_a_first_plan_that_fails_raises() -> None:
-    with pytest.raises(KeyError, match="'7'"):
-        actuators_of(replace(OLD, precision={"7": FP16}))
+    with pytest.raises(KeyError, match="'7'"):  # a first plan leaves nothing in force
+        actuators_of(impossible)

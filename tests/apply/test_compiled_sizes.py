@@ -23,6 +23,14 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
     return record
 
 
+def pass_samples(compilation: Compilation, *sizes: tuple[int, ...]) -> None:
+    """Trains on inputs of these shapes, one after another."""
+    for size in sizes:
+        inputs = torch.ones(size, requires_grad=True)
+        with compilation.in_force():
+            compilation.forward_of(inputs)(inputs).sum().backward()
+
+
 def shapes(graph: torch.fx.GraphModule) -> list[torch.Size]:
     """Shapes of the tensors that enter a graph; dynamic sizes are symbols."""
     values = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
@@ -33,9 +41,7 @@ def test_of_unequal_blocks_only_the_batch_dimension_is_dynamic(recording: Record
     """Blocks of equal shapes share code. Maps of other sizes get code of their own; a third batch size does not."""
     model = nn.Sequential(Block(4), Wired(lambda self, x: x[:, ::2].contiguous()), Block(4), Block(4))
     compilation = Compilation(model, [model[0], model[2], model[3]], are_equal=False)
-    for size in (3, 5, 7):
-        with compilation.in_force():
-            compilation.forward_of(None)(torch.ones(size, 10, 4, requires_grad=True)).sum().backward()
+    pass_samples(compilation, (3, 10, 4), (5, 10, 4), (7, 10, 4))
     assert len(recording.graphs) == 4  # for the first batch size, then for any other
     for graph, length in zip(recording.graphs[2:], (10, 5), strict=True):
         maps = [shape for shape in shapes(graph) if len(shape) == 3]
@@ -50,11 +56,7 @@ def test_of_unequal_blocks_only_the_batch_dimension_is_dynamic(recording: Record
 def test_sizes_that_vary_become_dynamic_at_the_second(dimension: int, recording: Recording) -> None:
     model = nn.Sequential(Block(4), Block(4))
     compilation = Compilation(model, list(model), are_equal=False)
-    for size in (12, 9, 7, 5):
-        shape = [12, 12, 4]
-        shape[dimension] = size
-        with compilation.in_force():
-            compilation.forward_of(None)(torch.ones(shape, requires_grad=True)).sum().backward()
+    pass_samples(compilation, *((size, 12, 4) if dimension == 0 else (12, size, 4) for size in (12, 9, 7, 5)))
     assert len(recording.graphs) == 2  # with constant sizes, then with a dynamic one
     compilation.remove()
 
@@ -64,10 +66,7 @@ def test_the_first_sizes_of_blocks_and_of_a_whole_model_keep_their_code(num_bloc
     """Micro-batches that were tried and undone must not leave the whole batch with the slower code for any size."""
     model = nn.Sequential(Block(4), Block(4))
     compilation = Compilation(model, list(model)[:num_blocks], are_equal=False)
-    for size in (12, 6, 12, 3, 12):
-        inputs = torch.ones(size, 4, requires_grad=True)
-        with compilation.in_force():
-            compilation.forward_of(inputs)(inputs).sum().backward()
+    pass_samples(compilation, *((size, 4) for size in (12, 6, 12, 3, 12)))
     assert recording.calls[:: num_blocks or 1] == [0, 1, 0, 1, 0]
     assert len(recording.graphs) == 2
     compilation.remove()

@@ -12,6 +12,7 @@ from tests.apply.captured import fixed, loop_of, sgd
 from tests.apply.fusible import fused
 from tests.apply.test_activations import Network, fused_step, storing
 from tests.build import CPU, ONE, cache_of, gradients, run, same, values
+from triaccel_ray.apply import offload
 from triaccel_ray.apply.actuators import Actuators
 from triaccel_ray.apply.divide import divide
 from triaccel_ray.apply.step import Step
@@ -37,11 +38,17 @@ def segments(step: Step, *lengths: int) -> dict[str, Storage]:
 
 
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
-def test_gradients_statistics_and_random_numbers_are_the_same(name: str) -> None:
+def test_gradients_statistics_and_random_numbers_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "MIN_BYTES", 1024)
     kept, changing = (fused_step(new_model(name)) for _ in range(2))
-    for index, lengths in enumerate([(3, 1, 2), (8,), (1, 1, 4), (2, 2, 2, 2), ()]):
-        changing.activations.set(segments(changing, *lengths))
-        assert [len(each) for each in changing.activations._segments.values()] == list(lengths)
+    lengths = [(3, 1, 2), (8,), (1, 1, 4), (2, 2, 2, 2)]
+    plans = [(segments(changing, *each), [*each]) for each in lengths]
+    mixed = dict(zip(changing.activations.regions, (KEEP, OFFLOAD, OFFLOAD, KEEP, RECOMPUTE), strict=False))
+    for index, (storage, expected) in enumerate([*plans, (mixed, [1]), ({}, [])]):
+        changing.activations.set(storage)
+        assert [len(each) for each in changing.activations._segments.values()] == expected
+        module = changing._forward_of(None, is_divided=bool(storage))
+        assert module is (changing.activations.divided if storage else changing.fusion).module
         found = []
         for step in (kept, changing):
             torch.manual_seed(index)
@@ -49,6 +56,7 @@ def test_gradients_statistics_and_random_numbers_are_the_same(name: str) -> None
             assert outcome.faults == ()
             found.append((outcome.loss_sum, gradients(step.model), values(step.model), torch.get_rng_state()))
         assert same(found[0], found[1])
+    assert kept.activations.divided is None
 
 
 def held_bytes(step: Step, storage: dict[str, Storage]) -> int:
@@ -173,20 +181,6 @@ class Fickle(Steady):
         super().__init__(Counting())
 
 
-def test_a_segment_that_fails_is_recomputed_region_by_region_before_any_is_blamed() -> None:
-    torch.manual_seed(0)
-    blocks = nn.Sequential(Steady(), Fickle(), Steady(), Fickle())
-    model = nn.Sequential(blocks, nn.Flatten(), nn.Linear(3 * 32 * 32, 4))
-    step = fused_step(model)
-    names = list(step.activations.regions)
-    step.activations.set({names[0]: RECOMPUTE, names[1]: JOIN, names[2]: RECOMPUTE})
-    assert list(step.activations.storage.values()) == [RECOMPUTE, JOIN, RECOMPUTE]
-    together, alone = step.run(torch.arange(8), ONE, step=0).faults
-    assert f"recomputing {names[0]} to {names[1]} as one segment failed" in together.detail
-    assert f"activations of {names[1]} are kept" in alone.detail
-    assert step.activations.storage == {names[0]: RECOMPUTE, names[2]: RECOMPUTE}
-
-
 class Overwriting(Steady):
     """Writes into its inputs, as a dropout in place does."""
 
@@ -198,17 +192,20 @@ class Overwriting(Steady):
         return super().forward(self.dropout(x))
 
 
-def test_one_that_writes_into_its_inputs_is_kept_and_the_others_of_its_segment_are_not() -> None:
+@pytest.mark.parametrize(("block", "first"), [(Fickle, 0), (Overwriting, 1)])
+def test_a_segment_that_fails_is_recomputed_region_by_region_before_any_is_blamed(block: Any, first: int) -> None:
+    """Regions 1 and 3 cannot be recomputed."""
     torch.manual_seed(0)
-    blocks = nn.Sequential(Steady(), Overwriting(), Steady(), Overwriting())
+    blocks = nn.Sequential(Steady(), block(), Steady(), block())
     step = fused_step(nn.Sequential(blocks, nn.Flatten(), nn.Linear(3 * 32 * 32, 4)))
-    first, second, third, _ = step.activations.regions
-    step.activations.set({second: RECOMPUTE, third: JOIN})
+    names = list(step.activations.regions)
+    joined = {names[first]: RECOMPUTE, names[first + 1]: JOIN}
+    step.activations.set({names[0]: RECOMPUTE, names[2]: RECOMPUTE, **joined})
+    assert step.activations.storage.items() >= joined.items()
     together, alone = step.run(torch.arange(8), ONE, step=0).faults
-    assert f"recomputing {second} to {third} as one segment failed" in together.detail
-    assert f"activations of {second} are kept" in alone.detail
-    assert step.activations.storage == {third: RECOMPUTE}
-    assert first in step.activations.regions
+    assert f"recomputing {names[first]} to {names[first + 1]} as one segment failed" in together.detail
+    assert f"activations of {names[1]} are kept" in alone.detail
+    assert step.activations.storage == {names[0]: RECOMPUTE, names[2]: RECOMPUTE}
 
 
 class Skipping(nn.Module):

@@ -89,20 +89,15 @@ def test_everybody_else_sees_fp32_and_every_bit_of_it() -> None:
     assert model.second.weight.dtype is torch.bfloat16
     assert not same(values(model), seen)  # what was returned is no view of what trains on
     assert same(values(fresh), seen)
+    optimizer = loop.optimizer.optimizer
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(before))  # by hand
+    loop.optimizer.set_rates(1.0, {}, {})
+    assert same(optimizer.state_dict()["state"], before["state"])
     after = values(model)
     loop.close()
     assert all(torch.equal(parameter, after[name]) for name, parameter in model.named_parameters())
     assert not model.second._state_dict_hooks
-
-
-def test_an_optimizer_that_is_loaded_by_hand_keeps_its_state_in_fp32() -> None:
-    loop = loop_of(mlp(), data=blobs(40))
-    run(loop, 3)
-    optimizer = loop.optimizer.optimizer
-    before = copy.deepcopy(optimizer.state_dict())
-    optimizer.load_state_dict(copy.deepcopy(before))
-    loop.optimizer.set_rates(1.0, {}, {})
-    assert same(optimizer.state_dict()["state"], before["state"])
 
 
 def test_a_layer_that_leaves_bf16_is_joined_exactly_and_split_again_when_it_returns() -> None:

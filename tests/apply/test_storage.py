@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.apply.test_activations import ALL, Network, fused_step, images, recomputing, storing
+from tests.apply.test_activations import ALL, Network, images, recomputing, storing
 from tests.apply.test_split_weights import FIXED, run
 from tests.build import BF16, CPU, FP16, FP32, ONE, RerunPool, cache_of, gradients, loop_of, same, step_of, values
 from triaccel_ray.apply import offload
+from triaccel_ray.apply.activations import Activations
 from triaccel_ray.apply.actuators import Actuators
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import FaultKind, Plan, Storage
-from triaccel_ray.trainables.models import resnet18
 
 
 class Attention(nn.Module):
@@ -67,29 +67,13 @@ def test_storage_changes_between_steps_and_gradients_do_not(
         assert same(found[0], found[1])
 
 
-def test_a_fused_model_is_divided_once_a_region_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "MIN_BYTES", 1024)
-    found = []
-    for changes in (False, True):
-        torch.manual_seed(0)
-        model = resnet18(10, "cifar")
-        step = fused_step(model)
-        step.run(torch.arange(8), ONE, step=0)
-        assert step.activations.divided is None
-        if changes:
-            names = list(step.activations.regions)
-            step.activations.set({names[1]: Storage.OFFLOAD, names[2]: Storage.OFFLOAD, names[4]: Storage.RECOMPUTE})
-            assert step._forward_of(None, is_divided=True) is step.activations.divided.module
-            assert step._forward_of(None, is_divided=False) is step.fusion.module
-        step.run(torch.arange(8), ONE, step=1)
-        found.append((gradients(model), values(model)))
-    assert same(found[0], found[1])
-
-
 def test_storage_of_unknown_regions_is_refused_and_a_fixed_one_stays() -> None:
     step = storing(Network())
     with pytest.raises(KeyError, match=r"regions \['blocks.7'\] are not in the model"):
         step.activations.set({"blocks.7": Storage.OFFLOAD})
+    without_regions = Activations({}, CPU)  # any more
+    without_regions.set({"blocks.0": Storage.RECOMPUTE})
+    assert not without_regions.storage
     fixed = recomputing(Network())
     fixed.activations.set({"blocks.0": Storage.OFFLOAD})
     assert fixed.activations.storage == dict.fromkeys(ALL, Storage.RECOMPUTE)

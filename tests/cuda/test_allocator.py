@@ -8,37 +8,34 @@ import torch
 from triaccel_ray.cuda import allocator
 from triaccel_ray.cuda.allocator import use_lean_memory
 
-CASES: dict[str, tuple[int | None, dict[str, str], bool, str, bool, bool]] = {
-    "as CUDA has it": (1024, {}, True, "cuda", True, True),
-    "a stack of somebody's choice": (4096, {}, True, "cuda", False, True),
-    "a driver that does not say": (None, {}, True, "cuda", False, True),
-    "an allocator of the user's choice": (
-        1024,
-        {"PYTORCH_ALLOC_CONF": "max_split_size_mb:9"},
-        True,
-        "cuda",
-        True,
-        False,
-    ),
-    "a GPU that maps no memory": (1024, {}, False, "cuda", True, False),
-    "a CPU": (1024, {}, True, "cpu", False, False),
-}
+CHOSEN = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:9"}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_stacks_and_segments_change_where_nobody_chose_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stack, environment, has_virtual_memory, device, changes_stack, changes_segments = CASES[case]
+@pytest.mark.parametrize(
+    ("device", "stack", "environment", "maps_memory", "changes_stack", "changes_segments"),
+    [
+        pytest.param("cuda", 1024, {}, True, True, True, id="as CUDA has it"),
+        pytest.param("cuda", 4096, {}, True, False, True, id="a stack of somebody's choice"),
+        pytest.param("cuda", None, {}, True, False, True, id="a driver that does not say"),
+        pytest.param("cuda", 1024, CHOSEN, True, True, False, id="an allocator of the user's choice"),
+        pytest.param("cuda", 1024, {}, False, True, False, id="a GPU that maps no memory"),
+        pytest.param("cpu", 1024, {}, True, False, False, id="a CPU"),
+    ],
+)
+def test_stacks_and_segments_change_where_nobody_chose_them(
+    device, stack, environment, maps_memory, changes_stack, changes_segments, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driven: list[str] = []
     told: list[str] = []
     monkeypatch.setattr(allocator, "_stack_bytes", lambda index: stack)
     monkeypatch.setattr(allocator, "_drive", lambda index, function, *arguments: driven.append(function))
-    monkeypatch.setattr(allocator, "_has_virtual_memory", lambda index: has_virtual_memory)
+    monkeypatch.setattr(allocator, "_has_virtual_memory", lambda index: maps_memory)
     monkeypatch.setattr(allocator, "_set_allocator", told.append)
     for name in allocator._ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    use_lean_memory(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
+    use_lean_memory(torch.device(device, 0))
     assert driven == ["cuCtxSetLimit"] * changes_stack
     assert told == ["expandable_segments:True"] * changes_segments
 

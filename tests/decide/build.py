@@ -90,8 +90,8 @@ class Machine:
         words = sum(level.bytes_per_element // 2 for level in plan.precision.values())
         return self.fixed_bytes + samples_at_once * self.bytes_per_sample * words
 
-    def run(self, plan: Plan) -> tuple[MemorySignal, tuple[Fault, ...]]:
-        """The memory of an interval under `plan`, and what ran out of memory on the way: the step or its capture."""
+    def run(self, plan: Plan) -> dict[str, Any]:
+        """What is seen of an interval under `plan`; faults are what ran out of memory: the step or its capture."""
         at_once = largest = math.ceil(plan.batch_size / plan.num_micro_batches)
         while at_once > 1 and self.used_bytes(plan, at_once) > self.capacity_bytes:
             at_once //= 2
@@ -100,7 +100,7 @@ class Machine:
         faults = (out_of_memory(plan.batch_size, at_once),) if at_once < largest else ()
         if used > self.capturable_bytes:
             faults = (capture_out_of_memory(plan.batch_size, at_once), *faults)
-        return memory, faults
+        return {"memory": memory, "faults": faults, "step_ms": float(plan.batch_size)}
 
 
 @dataclass
@@ -108,24 +108,25 @@ class Run:
     """A closed loop of the policy and a machine; the machine may be exchanged between ticks."""
 
     config: ControlConfig
-    machine: Machine = field(default_factory=Machine)
+    machine: Any = field(default_factory=Machine)
+    regions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self.decision = initial_decision(self.config, [(name, self.machine.supported) for name in self.machine.names])
+        layers = [(name, self.machine.supported) for name in self.machine.names]
+        self.decision = initial_decision(self.config, layers, self.regions)
         self.plan = self.decision.plan
-        self.num_ticks = 0
+        self.log: list[tuple[Observation, Decision]] = []
 
     def step(self, *layers: LayerSignal, apply_fails: bool = False, **others: Any) -> tuple[Observation, Decision]:
         """One interval and its tick; with `apply_fails` the plan in force stays and the next tick hears of it."""
-        memory, faults = self.machine.run(self.plan)
-        faults = (*faults, *others.pop("faults", ()))
-        seen = {"memory": memory, "step_ms": float(self.plan.batch_size), **others}
-        observation = observation_of(self.plan, *layers, tick=self.num_ticks, faults=faults, **seen)
+        seen = self.machine.run(self.plan)
+        faults = (*seen.pop("faults"), *others.pop("faults", ()))
+        observation = observation_of(self.plan, *layers, tick=len(self.log), faults=faults, **{**seen, **others})
         self.decision = decide(self.config, observation, self.decision.state)
         if not apply_fails:
             self.plan = self.decision.plan
-        self.num_ticks += 1
-        return observation, self.decision
+        self.log.append((observation, self.decision))
+        return self.log[-1]
 
     def batch_sizes(self, ticks: int) -> list[int]:
         """The batch sizes decided by that many quiet ticks."""

@@ -2,15 +2,16 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.decide.build import USUAL, memory_signal, observation_of, out_of_memory
+from tests.decide import build
+from tests.decide.build import USUAL, memory_signal, out_of_memory
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
-from triaccel_ray.decide import Decision, decide, initial_decision
+from triaccel_ray.decide import Decision
 from triaccel_ray.decide.memory import Measured, added_ms, cheapest_plan, modelled_bytes, sums_bytes
-from triaccel_ray.records.plan import Fault, Plan
-from triaccel_ray.records.signals import LayerSignal, MemoryProfile, Observation, RegionSignal
+from triaccel_ray.records.plan import Plan
+from triaccel_ray.records.signals import LayerSignal, MemoryProfile, RegionSignal
 from triaccel_ray.records.state import recomputing_all
 
 MIB = 2**20
@@ -58,6 +59,8 @@ class Device:
     """Memory that the planner does not know, by the saved bytes of the micro-batch."""
     ms_factor: float = 1.0
     pass_ms: float = 5.0
+    names = ("conv",)
+    supported = USUAL
 
     @property
     def available_bytes(self) -> int:
@@ -79,50 +82,42 @@ class Device:
         added = added_ms(self.profile, plan.storage, plan.batch_size) * self.ms_factor
         return plain + added + self.pass_ms * plan.num_micro_batches
 
+    def passing(self, plan: Plan) -> Plan:
+        """The plan if it fits; else with everything recomputed, then in halves until it does."""
+        if self.peak_bytes(plan) <= self.available_bytes:
+            return plan
+        plan = replace(plan, storage=recomputing_all(REGIONS, plan.storage))
+        while self.peak_bytes(plan) > self.available_bytes:
+            assert plan.micro_batch_size > 1, "out of memory for good"
+            plan = replace(plan, num_micro_batches=2 * plan.num_micro_batches)
+        return plan
 
-@dataclass
-class Run:
-    """The policy in a loop with a device that recomputes everything, then halves, in a step that does not fit."""
+    def run(self, plan: Plan) -> dict[str, Any]:
+        passed = self.passing(plan)
+        peak, fits = self.peak_bytes(passed), passed is plan
+        fault = replace(out_of_memory(plan.batch_size, passed.micro_batch_size), stores_least=True)
+        is_plain = not plan.storage and plan.num_micro_batches == 1
+        return {
+            "memory": memory_signal(peak, self.total_bytes, self.available_bytes - peak),
+            "faults": () if fits else (fault,),
+            "step_ms": self.step_ms(plan) if fits else None,
+            "profile": None if is_plain and fits else self.profile,
+        }
 
-    config: ControlConfig = CONFIG
-    device: Device = Device()
-    log: list[tuple[Observation, Decision]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.decision = initial_decision(self.config, [("conv", USUAL)], REGIONS)
-        self.plan, self.adapting_ms = self.decision.plan, 100.0
+class Run(build.Run):
+    """The policy in a loop with a device whose changes of plan take 100 ms each."""
 
-    def interval(self) -> tuple[Plan, tuple[Fault, ...]]:
-        """The plan that passes, and the faults on the way."""
-        device, passed = self.device, self.plan
-        if device.peak_bytes(passed) <= device.available_bytes:
-            return passed, ()
-        passed = replace(passed, storage=recomputing_all(REGIONS, passed.storage))
-        while device.peak_bytes(passed) > device.available_bytes:
-            assert passed.micro_batch_size > 1, "out of memory for good"
-            passed = replace(passed, num_micro_batches=2 * passed.num_micro_batches)
-        fault = out_of_memory(self.plan.batch_size, passed.micro_batch_size)
-        return passed, (replace(fault, stores_least=True),)
+    def __init__(self, config: ControlConfig = CONFIG, machine: Device = Device()) -> None:
+        super().__init__(config, machine, REGIONS)
+        self.adapting_ms = 100.0
 
     def tick(self, *layers: LayerSignal, **others: object) -> Decision:
-        passed, faults = self.interval()
-        device, peak = self.device, self.device.peak_bytes(passed)
-        is_plain = not self.plan.storage and self.plan.num_micro_batches == 1 and not faults
-        seen = {
-            "memory": memory_signal(peak, device.total_bytes, device.available_bytes - peak),
-            "faults": faults,
-            "step_ms": None if faults else device.step_ms(passed),
-            "profile": None if is_plain else device.profile,
-            "regions": REGIONS,
-            "adapting_ms": self.adapting_ms,
-            "samples_left": 10**6,
-        } | others
-        observation = observation_of(self.plan, *layers, tick=len(self.log), **seen)
-        self.decision = decide(self.config, observation, self.decision.state)
-        self.log.append((observation, self.decision))
-        self.adapting_ms += 100.0 * (not self.decision.plan.steps_as(self.plan))
-        self.plan = self.decision.plan
-        return self.decision
+        before = self.plan
+        seen = {"regions": REGIONS, "adapting_ms": self.adapting_ms, "samples_left": 10**6} | others
+        _, decision = self.step(*layers, **seen)
+        self.adapting_ms += 100.0 * (not decision.plan.steps_as(before))
+        return decision
 
     def ticks(self, number: int) -> list[Decision]:
         return [self.tick() for _ in range(number)]
@@ -137,7 +132,7 @@ class Run:
     def best_ms(self) -> float:
         """Milliseconds of the fastest plan that fits by what is true of the device."""
         plain = replace(self.plan, storage={}, num_micro_batches=1)
-        device = self.device
+        device = self.machine
         measured = Measured(
             plan=plain,
             peak_bytes=device.peak_bytes(plain),
@@ -177,10 +172,10 @@ def device_of(seed: int) -> Device:
 def neighbours(run: Run, seed: int, ticks: int) -> Iterator[Decision]:
     """Memory is taken and returned every few ticks."""
     chance = random.Random(seed)
-    device = run.device
+    device = run.machine
     kept = device.total_bytes - 500 * MIB
     for _ in range(ticks):
         if chance.random() < 0.05:
-            run.device = replace(device, taken_bytes=int(kept * chance.choice([0.0, 0.3, 0.5, 0.7])))
+            run.machine = replace(device, taken_bytes=int(kept * chance.choice([0.0, 0.3, 0.5, 0.7])))
         yield run.tick()
-    run.device = replace(device, taken_bytes=int(kept * 0.4))
+    run.machine = replace(device, taken_bytes=int(kept * 0.4))

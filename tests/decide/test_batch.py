@@ -1,4 +1,3 @@
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from operator import itemgetter
@@ -7,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.decide.build import IN_BAND, LIMIT, Run, batch_configs, machines, memory_of, observation_of, plan_of
+from tests.decide.build import IN_BAND, Run, batch_configs, machines, memory_of, observation_of, plan_of
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide import BatchState
 from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, ladder, next_size_to_time
@@ -56,16 +55,6 @@ def test_sizes_are_timed_by_doubling_and_then_around_the_efficient_one(config, f
     assert list(timed) == sizes
 
 
-@given(config=batch_configs(), fixed=st.floats(0.0, 1e3), capacity=st.integers(1, 1024))
-def test_few_sizes_are_timed_and_all_of_the_ladder(config, fixed, capacity):
-    timed = timed_sizes(config, lambda size: 1.0 + fixed / size if size <= capacity else None)
-    assert timed.keys() <= set(ladder(config))
-    doublings = math.ceil(math.log2(ladder(config)[-1])) + 1
-    assert len(timed) <= 2 * doublings + 4
-    fits = [size for size, ms in timed.items() if ms is not None]
-    assert (config.minimum in fits) == (config.minimum <= capacity)
-
-
 @pytest.mark.parametrize(
     ("share", "batch_size", "expected"),
     [
@@ -83,8 +72,8 @@ def test_batch_grows_below_rho_low_and_shrinks_above_rho_high(share, batch_size,
 
 
 def test_a_reason_gives_memory_in_gib_and_says_what_cannot_shrink():
-    memory = replace(memory_of(0.0), limit_bytes=8 * 2**30, idle_bytes=2**30, free_bytes=3 * 2**30)
-    memory = replace(memory, used_bytes=4 * 2**30, window_peak_bytes=4 * 2**30)
+    memory = replace(memory_of(0.0), limit_bytes=8 * 2**30, idle_bytes=2**30, free_bytes=5 * 2**30)
+    memory = replace(memory, used_bytes=2 * 2**30, window_peak_bytes=4 * 2**30)  # the peak decides, not what is held
     assert decided(CONFIG, 96, memory=memory).reasons[0].text == (
         "memory 0.500 (3.00 of 6.00 GiB above the idle process) < rho_low 0.7: 96 -> 128"
     )
@@ -116,21 +105,6 @@ def test_growth_under_a_cap_ends_at_it_and_says_so():
     (reason,) = decision.reasons
     assert (reason.code, reason.threshold) == (ReasonCode.HELD_CAPPED, 128.0)
     assert "for 18 more ticks" in reason.text
-
-
-def test_the_peak_of_the_interval_decides_not_what_is_held_at_its_end():
-    memory = replace(memory_of(0.1), window_peak_bytes=round(0.95 * LIMIT))
-    assert decided(CONFIG, 96, memory=memory).batch_size == 32
-
-
-def test_disabled_returns_to_start_in_one_step_when_the_cap_is_lifted():
-    config = replace(CONFIG, enabled=False, start=256)
-    capped = BatchState(cap=64, cap_ticks_left=2)
-    held = decided(config, 64, HIGH, capped)
-    assert (held.batch_size, held.reasons[0].code) == (64, ReasonCode.HELD_CAPPED)
-    back = decided(config, 64, HIGH, held.state)
-    assert back.batch_size == 256
-    assert back.reasons[0].text == "the cap after an out-of-memory error is lifted: 64 -> 256"
 
 
 @pytest.mark.parametrize(("parts", "fewer"), [(2, 1), (3, 1), (4, 2), (5, 2)])
@@ -215,27 +189,22 @@ def test_a_wide_step_does_not_leap_over_the_start():
 
 
 @pytest.mark.parametrize(
-    ("rule", "expected"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0), ("adascale", 4.0 * (1 + 3) / (1 + 4 * 3))]
+    ("rule", "square", "trace", "expected"),
+    [
+        ("none", 3.0, 64.0, 1.0),
+        ("sqrt", 3.0, 64.0, 2.0),
+        ("linear", 3.0, 64.0, 4.0),
+        ("adascale", 3.0, 64.0, 4.0 * (1 + 3) / (1 + 4 * 3)),
+        ("adascale", -3.0, 64.0, 4.0),  # an estimate that is negative counts as zero
+        ("adascale", 3.0, -64.0, 1.0),
+        ("adascale", 0.0, 0.0, 1.0),
+    ],
 )
-def test_lr_follows_the_batch_by_the_named_rule(rule, expected):
+def test_lr_follows_the_batch_by_the_named_rule(rule, square, trace, expected):
     config = BatchConfig(start=64, lr_rule=rule)
-    noise = NoiseSignal(mean_square_norm=3.0, trace_covariance=64.0)
+    noise = NoiseSignal(mean_square_norm=square, trace_covariance=trace)
     assert batch_lr_scale(config, 256, noise) == pytest.approx(expected)
     assert batch_lr_scale(config, 64, noise) == 1.0
-
-
-# Near the smallest numbers there are, quotients have no digits left.
-MOMENTS = st.floats(-1e3, 1e6).filter(lambda moment: moment == 0.0 or abs(moment) > 1e-280)
-
-
-@given(st.integers(1, 16), st.integers(1, 16), MOMENTS, MOMENTS)
-def test_adascale_rises_with_the_batch_and_lies_between_one_and_linear(one, other, square, trace):
-    config = BatchConfig(start=32, lr_rule="adascale")
-    noise = NoiseSignal(mean_square_norm=square, trace_covariance=trace)
-    smaller, larger = sorted((one, other))
-    gains = [batch_lr_scale(config, 32 * ratio, noise) for ratio in (smaller, larger)]
-    assert gains[0] <= gains[1] * (1 + 1e-12)
-    assert 1.0 - 1e-12 <= gains[1] <= larger * (1 + 1e-12)
 
 
 @st.composite
@@ -268,16 +237,6 @@ def test_the_batch_stays_on_the_ladder_and_moves_at_most_one_step(situation, sha
         assert decision.batch_size <= state.cap
 
 
-@given(situations(), st.floats(0.0, 2.0), st.floats(0.0, 2.0))
-def test_more_memory_in_use_never_gives_a_larger_batch(situation, one, other):
-    config, size, state = situation
-    less, more = (decided(config, size, share, state).batch_size for share in sorted((one, other)))
-    assert more <= less or not config.enabled
-
-
-# Memory that follows from the batch size alone, over many ticks: where the batch comes to rest.
-
-
 @given(batch_configs(enabled=True, bound_by_noise_scale=False), machines())
 def test_a_batch_that_took_too_much_does_not_come_back_within_the_cap(config, machine):
     run = Run(ControlConfig(batch=config), machine)
@@ -290,3 +249,10 @@ def test_a_batch_that_took_too_much_does_not_come_back_within_the_cap(config, ma
             closed.update({rung: tick for rung in ladder(config) if rung >= size})
         if after > size and after in closed:
             assert tick - closed[after] >= config.oom_cooldown_ticks
+
+
+@given(situations(), st.floats(0.0, 2.0), st.floats(0.0, 2.0))
+def test_more_memory_in_use_never_gives_a_larger_batch(situation, one, other):
+    config, size, state = situation
+    less, more = (decided(config, size, share, state).batch_size for share in sorted((one, other)))
+    assert more <= less or not config.enabled

@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,7 +31,7 @@ from triaccel_ray.decide.precision import (
     promoted,
 )
 from triaccel_ray.records.plan import Plan, Precision, Reason, ReasonCode
-from triaccel_ray.records.signals import LayerSignal
+from triaccel_ray.records.signals import LayerSignal, Observation
 from triaccel_ray.records.state import nearest_supported
 
 LOW, HIGH = 1e-6, 1e-3
@@ -47,11 +48,16 @@ def config_of(*, dwell_ticks: int = 0, patience_ticks: int = 1, **others: object
     )
 
 
-def tick(
-    config: PrecisionConfig, in_force: Precision, state: LayerState, variance: float | None, supported=USUAL
-) -> tuple[Precision, LayerState, list[Reason]]:
+def seen_of(in_force: Precision, variance: float | None, supported=USUAL, **others: Any) -> Observation:
     signal = LayerSignal(name="conv", variance=variance, supported=supported)
-    plan, layers, reasons = decide_precision(config, observation_of(plan_of(conv=in_force), signal), {"conv": state})
+    return observation_of(plan_of(conv=in_force), signal, **others)
+
+
+def tick(
+    config: PrecisionConfig, in_force: Precision, state: LayerState, variance: float | None, supported=USUAL, **others
+) -> tuple[Precision, LayerState, list[Reason]]:
+    seen = seen_of(in_force, variance, supported)
+    plan, layers, reasons = decide_precision(config, seen, {"conv": state}, **others)
     return plan["conv"], layers["conv"], reasons
 
 
@@ -155,17 +161,10 @@ def test_fp16_stands_in_for_bf16_where_that_is_not_offered(state, asked, expecte
 @pytest.mark.parametrize("may_lower", [True, False])
 def test_a_precision_that_was_slower_is_tried_again_once_precisions_may_be_lowered(may_lower):
     state = LayerState(by_variance=FP16, too_slow=FP16, times_slow=1)
-    seen = observation_of(plan_of(conv=BF16), LayerSignal(name="conv", variance=VARIANCE[FP16], supported=USUAL))
     for _ in range(3):
-        plan, layers, _ = decide_precision(config_of(), seen, {"conv": state}, may_lower=may_lower)
-        state = layers["conv"].after_tick()
-    assert plan["conv"] is (FP16 if may_lower else BF16)
-
-
-def test_a_held_layer_computes_one_higher_than_what_is_offered_to_it():
-    held = LayerState(by_variance=FP16, held=True)
-    assert tick(config_of(), BF16, held, VARIANCE[FP16], (BF16, FP32))[0] is FP32
-    assert tick(config_of(), BF16, held, VARIANCE[FP16], USUAL)[0] is BF16
+        level, state, _ = tick(config_of(), BF16, state, VARIANCE[FP16], may_lower=may_lower)
+        state = state.after_tick()
+    assert level is (FP16 if may_lower else BF16)
 
 
 def test_a_held_layer_moved_by_its_variance_gives_the_variance_as_reason():
@@ -202,10 +201,10 @@ def test_higher_variance_never_gives_lower_precision(config, in_force, state, su
     assert lower.rank <= higher.rank
 
 
-@given(precision_configs(), states, variances)
-def test_a_hold_raises_by_one_level(config, state, variance):
-    free = tick(config, BF16, replace(state, held=False), variance)[0]
-    assert tick(config, BF16, replace(state, held=True), variance)[0] is promoted(free)
+@given(precision_configs(), states, supports, variances)
+def test_a_hold_raises_by_one_level_from_what_is_offered(config, state, supported, variance):
+    free, held = (tick(config, BF16, replace(state, held=is_held), variance, supported)[0] for is_held in (False, True))
+    assert held is nearest_supported(promoted(free), supported)
 
 
 @given(precision_configs(), supports, st.sampled_from(Precision), st.lists(variances, max_size=30))
@@ -300,8 +299,7 @@ def test_a_refused_precision_is_asked_for_again_after_a_time_that_doubles() -> N
     asked, was_refused = [], False
     for index in range(30):
         faults = (lowering_refused("conv"),) if was_refused else ()
-        signal = LayerSignal(name="conv", variance=VARIANCE[BF16], supported=USUAL)
-        seen = observation_of(plan_of(conv=FP32), signal, faults=faults)
+        seen = seen_of(FP32, VARIANCE[BF16], faults=faults)
         layers = bar_refused(config, seen, {"conv": state.after_tick()})
         precision, layers, _ = decide_precision(config, seen, layers)
         state, was_refused = layers["conv"], precision["conv"] is BF16
@@ -326,6 +324,5 @@ def test_a_refusal_bars_the_layers_that_kept_their_precision_alone_and_does_not_
 
 def test_a_plan_that_fails_beside_a_refusal_does_not_lift_the_bar() -> None:
     state = LayerState(by_variance=BF16, refused_bar_ticks=9, times_refused=3)
-    seen = observation_of(plan_of(conv=FP32), LayerSignal(name="conv"), faults=(apply_failed(),))
-    _, layers = keep_precision(seen, {"conv": state})
+    _, layers = keep_precision(seen_of(FP32, None, faults=(apply_failed(),)), {"conv": state})
     assert (layers["conv"].by_variance, layers["conv"].refused_bar_ticks, layers["conv"].times_refused) == (FP32, 9, 3)

@@ -81,6 +81,7 @@ def test_a_log_altered_at_one_tick_diverges_there_and_one_without_reasons_nowher
     [
         replace(CONFIG, batch=replace(CONFIG.batch, start=64)),
         replace(CONFIG, batch=replace(CONFIG.batch, minimum=256, start=256)),
+        replace(CONFIG, batch=replace(CONFIG.batch, accumulate=2)),
         replace(CONFIG, precision=replace(CONFIG.precision, initial=FP32)),
     ],
 )

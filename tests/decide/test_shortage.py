@@ -24,17 +24,17 @@ RESNET_DEVICE = Device(
 
 
 def test_batch_normalization_stays_divided_until_the_whole_batch_is_little_slower():
-    run = Run(device=RESNET_DEVICE)
+    run = Run(machine=RESNET_DEVICE)
     run.ticks(60)
     assert run.plan.num_micro_batches == 2
     divided = replace(run.plan, storage=dict.fromkeys(REGIONS, RECOMPUTE))
-    assert run.device.step_ms(run.plan) <= run.device.step_ms(divided)
+    assert run.machine.step_ms(run.plan) <= run.machine.step_ms(divided)
     assert run.num_changes(last=40) == 0
-    run.device = replace(RESNET_DEVICE, total_bytes=5000 * MIB)
+    run.machine = replace(RESNET_DEVICE, total_bytes=5000 * MIB)
     run.ticks(60)
     assert run.plan.num_micro_batches == 1
     assert run.plan.storage
-    run.device = replace(RESNET_DEVICE, total_bytes=9000 * MIB)
+    run.machine = replace(RESNET_DEVICE, total_bytes=9000 * MIB)
     run.ticks(60)
     assert (run.plan.storage, run.plan.num_micro_batches) == ({}, 1)
     assert run.num_failures == 1
@@ -43,7 +43,7 @@ def test_batch_normalization_stays_divided_until_the_whole_batch_is_little_slowe
 def test_batch_normalization_is_not_moved_to_and_fro_by_wrong_times():
     """Recomputation takes thrice what the profile says: the whole batch looks faster than it is."""
     for total in range(3000, 5000, 250):
-        run = Run(device=replace(RESNET_DEVICE, total_bytes=total * MIB, ms_factor=3.0))
+        run = Run(machine=replace(RESNET_DEVICE, total_bytes=total * MIB, ms_factor=3.0))
         run.ticks(200)
         assert run.num_changes(last=100) <= 2
 
@@ -88,7 +88,7 @@ def test_margin_and_bar_end_once_clearly_more_memory_is_attainable():
     ("times_short", "cap_ticks_left", "waits"), [(1, 3, False), (2, 3, True), (1, 1, False), (2, 1, False)]
 )
 def test_after_two_plans_that_ran_short_none_is_tried_during_the_bar(times_short, cap_ticks_left, waits):
-    run = Run(device=SMALL)
+    run = Run(machine=SMALL)
     before = run.tick()
     short = {"times_short": times_short, "short_at_bytes": SMALL.total_bytes, "cap_ticks_left": cap_ticks_left}
     memory = replace(before.state.memory, **short)
@@ -107,7 +107,7 @@ def test_wrong_predictions_cost_a_few_failures_and_then_none(seed, share, bytes_
     device = device_of(seed)
     total_bytes = 500 * MIB + int((device.total_bytes - 500 * MIB) * share)
     wrong = {"bytes_factor": bytes_factor, "transient_share": transient_share}
-    run = Run(device=replace(device, total_bytes=total_bytes, **wrong))
+    run = Run(machine=replace(device, total_bytes=total_bytes, **wrong))
     run.ticks(200)
     assert run.num_failures <= 4  # the first, before anything is planned, and at most three plans
     assert not any(observation.faults for observation, _ in run.log[100:])

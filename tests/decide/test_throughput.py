@@ -24,8 +24,8 @@ from tests.decide.build import (
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import Decision
 from triaccel_ray.decide.throughput import EFFICIENT_SHARE, efficient_size
-from triaccel_ray.records.plan import Plan, Precision, ReasonCode
-from triaccel_ray.records.signals import LayerSignal, NoiseSignal
+from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision, ReasonCode
+from triaccel_ray.records.signals import LayerSignal
 
 CONFIG = ControlConfig(
     precision=PrecisionConfig(tau_low=1e-6, tau_high=1e-3, dwell_ticks=0, patience_ticks=1, overflow_bar_ticks=6),
@@ -201,18 +201,29 @@ def test_a_plan_that_could_not_be_applied_is_not_judged():
     assert (layer.too_slow, layer.times_slow) == (None, 0)
 
 
+def test_step_times_before_a_plan_that_a_resumed_run_cannot_go_on_with_do_not_count():
+    loop = Loop(CONFIG, slow_in_fp16)
+    loop.run(2)
+    loop.layer = LOW
+    loop.tick()
+    assert loop.state.throughput.change is not None
+    fault = Fault(kind=FaultKind.PLAN_REPLACED, step=1, phase="resume", detail="fp16 is not offered")
+    loop.tick(faults=(fault,))
+    assert loop.state.throughput.change is None
+    assert len(loop.state.throughput.intervals) == 1
+
+
 class Graphs(Loop):
     """A device on which a new batch size costs `price` milliseconds, and a step `fixed` plus 0.01 for each sample."""
 
     def __init__(self, *, fixed: float, price: float, first: float = 1000.0, samples_left: int = 10**6) -> None:
         super().__init__(replace(CONFIG, batch=BatchConfig()), lambda plan: fixed + 0.01 * plan.batch_size)
         self.price, self.spent, self.left, self.share = price, first, samples_left, 0.01
-        self.noise: NoiseSignal | None = None
         self.is_compiled = False
 
     def tick(self, **others: Any) -> Decision:
-        before, seen = self.plan.batch_size, {"noise": self.noise, "is_compiled": self.is_compiled}
-        decision = super().tick(adapting_ms=self.spent, samples_left=self.left, **seen, **others)
+        before, seen = self.plan.batch_size, {"samples_left": self.left, "is_compiled": self.is_compiled}
+        decision = super().tick(adapting_ms=self.spent, **seen, **others)
         if self.plan.batch_size != before:
             self.spent += self.price
         return decision
@@ -229,20 +240,10 @@ def test_an_efficient_size_is_as_fast_as_asked_and_no_smaller_one_is(times):
     assert all(shortest < EFFICIENT_SHARE * ms for smaller, ms in times.items() if smaller < size)
 
 
-def test_a_batch_is_doubled_and_then_grows_to_the_smallest_efficient_size():
-    loop = Graphs(fixed=1.0, price=100.0)
-    assert loop.sizes() == [96, 192, 448]
-    speeds = {size: size / (1.0 + 0.01 * size) for size in range(32, 513, 32)}
-    assert min(size for size in speeds if speeds[size] >= 0.97 * speeds[512]) == 448
-    held = loop.tick().reasons
-    assert [reason.code for reason in held] == [ReasonCode.HELD_COST]
-    assert "only 2.3% faster" in held[0].text
-
-
 @pytest.mark.parametrize(
     ("left", "sizes"),
     [
-        (10**6, [96, 192, 448]),
+        (10**6, [96, 192, 448]),  # doubled, then to the smallest size that is efficient
         (90_000, [96, 192]),  # 0.003 ms a sample could be saved: 0.27 s, and a size costs 0.3 s
         (50_000, [96]),  # a fifth of 0.83 s might be saved, and the first plan took 0.2 s
     ],
@@ -252,8 +253,8 @@ def test_what_a_larger_batch_saves_must_exceed_what_it_costs(left: int, sizes: l
     assert loop.sizes() == sizes
     reason = loop.tick().reasons[0]
     assert reason.code is ReasonCode.HELD_COST
-    if left != 10**6:
-        assert reason.value < reason.threshold
+    assert reason.value < reason.threshold
+    assert ("only 2.3% faster" in reason.text) == (left == 10**6)
 
 
 @pytest.mark.parametrize(
@@ -272,17 +273,6 @@ def test_a_new_size_is_expected_to_cost_what_a_later_plan_did_not_the_first(
     assert loop.sizes() == [96]  # a sixth of 10 s might be saved
     loop.spent += later
     assert loop.sizes() == sizes
-
-
-def test_the_batch_grows_once_what_is_left_is_worth_the_cost():
-    loop = Graphs(fixed=1.0, price=300.0, first=300.0, samples_left=0)
-    sizes = []
-    for _ in range(60):  # in a run of unknown length, as many samples are left as have been trained
-        sizes.append(loop.tick().plan.batch_size)
-        loop.left += 50 * sizes[-1]
-    first = sizes.index(192)  # after 50 steps a tick of 1.96 ms, of which a fifth of 0.81 may be saved
-    assert 50 * first * 1.96 * 0.1625 > 300.0 >= 50 * (first - 1) * 1.96 * 0.1625
-    assert sizes[-1] == 448
 
 
 @pytest.mark.parametrize(
@@ -309,14 +299,6 @@ def test_on_a_gpu_a_precision_that_is_a_little_slower_is_undone(slower: float, k
     assert loop.plan.precision["conv"] is kept
 
 
-def test_a_batch_grows_no_further_than_its_memory_is_expected_to():
-    loop = Graphs(fixed=1.0, price=100.0)
-    loop.share = 0.25  # of 96 samples; 0.7 are allowed
-    assert loop.sizes(1) == [96, 192]
-    loop.share *= 2
-    assert loop.sizes(1) == [192, 256]
-
-
 def test_step_times_of_other_precisions_are_not_compared():
     loop = Graphs(fixed=1.0, price=100.0)
     loop.run(4)
@@ -341,10 +323,9 @@ def test_noise_of_a_hundredth_changes_the_batch_only_a_few_times():
     assert len(loop.sizes(1500)) <= 8
 
 
-@pytest.mark.parametrize("bound", [False, True])
-def test_the_noise_bound_limits_a_jump(bound: bool):
+def test_a_batch_grows_no_further_than_its_memory_is_expected_to():
     loop = Graphs(fixed=1.0, price=100.0)
-    batch, curvature = BatchConfig(bound_by_noise_scale=bound, noise_smoothing=0.0), CurvatureConfig(alpha=0.0)
-    loop.config = replace(loop.config, batch=batch, curvature=curvature)
-    loop.noise = NoiseSignal(mean_square_norm=1.0, trace_covariance=300.0)
-    assert loop.sizes()[-1] == (288 if bound else 448)
+    loop.share = 0.25  # of 96 samples; 0.7 are allowed
+    assert loop.sizes(1) == [96, 192]
+    loop.share *= 2
+    assert loop.sizes(1) == [192, 256]

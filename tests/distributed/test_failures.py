@@ -46,14 +46,12 @@ def pressed(rank: int, num_steps: int) -> dict[str, Any]:
     source = Pressed(*blobs(96))
     model = mlp(seed=rank)
     loop, ticks = loop_of(model, source, replace(CONFIG, revert_slowdowns=True))
-    parts, sizes = [], []
+    parts = []
     for step in range(num_steps):
         if rank == 1:
             source.limit = 2 if 40 <= step < 60 or step == 120 else 10**9
-        before = len(source.drawn)
         loop.step()
         parts.append(loop._training.steps.step.num_micro_batches)
-        sizes.append(sum(map(len, source.drawn[before:])))
     faults = [fault for tick in ticks for fault in tick.observation.faults]
     logged = [(tick.observation, tick.decision) for tick in ticks]
     found = {

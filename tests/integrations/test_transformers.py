@@ -175,12 +175,14 @@ def test_a_resumed_training_equals_an_uninterrupted_one(stops_after: int, tmp_pa
     assert same(values(resumed.model), values(whole.model))
 
 
-def test_lean_settings_save_fp32_and_resume_alike(tmp_path: Path) -> None:
+def test_lean_settings_judge_and_save_fp32_and_resume_alike(tmp_path: Path) -> None:
     precision = PrecisionConfig(enabled=False, initial=BF16, allow_slow_precisions=True)
     control = replace(AS_IT_IS, precision=precision, weights="split", step_in_backward=True, optimizer_state="8bit")
     options = {"control": control, "save_strategy": "epoch", "eval_strategy": "epoch", "optim": "adamw_torch_fused"}
     whole = trainer_of(TriAccelTrainer, tmp_path, bert(dropout=0.1), **options)
     whole.train()
+    assert logged(whole, "layers_bf16")[-1] > 10
+    assert logged(whole, "eval_loss")[-1] == whole.evaluate()["eval_loss"]  # in FP32, as after training
     saved = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     resumed = trainer_of(TriAccelTrainer, tmp_path, bert(dropout=0.1), **options)
@@ -256,14 +258,6 @@ def test_callbacks_hear_the_same_events_and_may_end_an_epoch(leaves_early: bool,
         assert heard[1].events == heard[0].events
         assert {event for event, *_ in heard[1].events} == set(Heard.NAMES)
         assert all(complete for *_, complete in heard[1].events)
-
-
-def test_a_model_is_judged_in_fp32_while_it_trains_in_another_precision(tmp_path: Path) -> None:
-    in_bf16 = ControlConfig(precision=PrecisionConfig(enabled=False, initial=BF16, allow_slow_precisions=True))
-    trainer = trainer_of(TriAccelTrainer, tmp_path, control=in_bf16, eval_strategy="epoch", num_train_epochs=1)
-    trainer.train()
-    assert logged(trainer, "layers_bf16")[-1] > 10
-    assert logged(trainer, "eval_loss") == [trainer.evaluate()["eval_loss"]]
 
 
 def test_after_training_the_model_is_ones_own_again(tmp_path: Path) -> None:

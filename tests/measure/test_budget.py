@@ -20,14 +20,17 @@ def taking(num_samples: int, seconds: float) -> Probe:
 PAIR = [taking(2, 3.0), taking(4, 5.0)]
 
 
+def limited(budget_bytes: int | None, bytes_of_two: int = 0, **others: int) -> tuple[Limits, list[Probe]]:
+    sizes = {"num_samples": 32, "most_samples": 32, "kept_bytes": None, **others}
+    return limits_within(budget_bytes, probe, bytes_of_two=bytes_of_two, **sizes)
+
+
 @pytest.mark.parametrize(
     ("budget_mib", "most", "chunk"),
     [(10 + 40 * 32, 32, None), (10 + 40 * 32 - 1, 32, 16), (960, 8, 8), (300, 32, 4), (1, 32, 1)],
 )
 def test_chunks_are_as_large_and_as_equal_as_the_budget_allows(budget_mib: int, most: int, chunk: int | None) -> None:
-    limits, probes = limits_within(
-        budget_mib * MIB, probe, bytes_of_two=0, num_samples=32, most_samples=most, kept_bytes=None
-    )
+    limits, probes = limited(budget_mib * MIB, most_samples=most)
     assert [each.num_samples for each in probes] == [2, 4]
     assert limits.chunk_samples == chunk
     if chunk not in (None, 1):
@@ -36,8 +39,7 @@ def test_chunks_are_as_large_and_as_equal_as_the_budget_allows(budget_mib: int, 
 
 
 def test_what_a_method_keeps_is_left_to_it() -> None:
-    sizes = {"bytes_of_two": 0, "num_samples": 32, "most_samples": 32, "kept_bytes": 300 * MIB}
-    assert limits_within(400 * MIB, probe, **sizes)[0].chunk_samples == 2
+    assert limited(400 * MIB, kept_bytes=300 * MIB)[0].chunk_samples == 2
 
 
 @pytest.mark.parametrize(
@@ -53,15 +55,13 @@ def test_what_a_method_keeps_is_left_to_it() -> None:
 def test_one_sample_is_probed_where_four_would_not_fit(
     budget_bytes: int | None, bytes_of_two: int, num_samples: int, sizes: list[int]
 ) -> None:
-    limits, probes = limits_within(
-        budget_bytes, probe, bytes_of_two=bytes_of_two, num_samples=num_samples, most_samples=2, kept_bytes=None
-    )
+    limits, probes = limited(budget_bytes, bytes_of_two, num_samples=num_samples, most_samples=2)
     assert [each.num_samples for each in probes] == sizes
     assert limits.chunk_samples in (1, 2)
 
 
 def test_the_time_of_a_pass_is_that_of_two_samples_that_pass_one_by_one() -> None:
-    _, probes = limits_within(100 * MIB, probe, bytes_of_two=51 * MIB, num_samples=32, most_samples=32, kept_bytes=None)
+    _, probes = limited(100 * MIB, 51 * MIB)
     assert predicted_seconds(probes, samples_at_once=1, num_passes=32) == 32 * (8 + 2 * 2) / 2
 
 
