@@ -325,9 +325,7 @@ class ControlLoop(EpochLoop):
             self.timer.restart()
             levels = ((name, stored.precision[name], level) for name, level in self.plan.precision.items())
             moved = ", ".join(f"{name} {before} -> {level}" for name, before, level in levels if level is not before)
-            text = (
-                f"the resumed run takes other precisions: {moved}" if moved else "it has another batch size or storage"
-            )
+            text = f"the resumed run takes other {f'precisions: {moved}' if moved else 'batch sizes or storage'}"
             fault = Fault(kind=FaultKind.PLAN_REPLACED, step=self.num_steps, phase="resume", detail=text[:500])
             self.sensors.record_faults([fault])
         self._ranks.require_equal("the checkpoint", [*state["counters"], *state["micro_batches"], state["control"]])

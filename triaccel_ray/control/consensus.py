@@ -168,8 +168,8 @@ def _merged_faults(faults_of: Sequence[Sequence[Fault]]) -> tuple[Fault, ...]:
     for rank, faults in enumerate(faults_of):
         num_alike = Counter[Fault]()
         for fault in faults:
-            kind = replace(fault, detail="")
+            alike = replace(fault, detail="")
             named = fault if rank == 0 else replace(fault, detail=f"rank {rank}: {fault.detail}")
-            found.setdefault((kind, num_alike[kind]), named)
-            num_alike[kind] += 1
+            found.setdefault((alike, num_alike[alike]), named)
+            num_alike[alike] += 1
     return tuple(sorted(found.values(), key=lambda fault: fault.step))

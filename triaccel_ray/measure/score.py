@@ -25,8 +25,8 @@ def quality(value: float, goal: Goal) -> float:
 
     A metric to be maximized, such as accuracy, is its own quality. One to be minimized has quality 100 / metric: half
     the metric is worth as much as twice the accuracy. So the ratio of two methods' scores does not depend on the unit,
-    bits or nats. Quality compares methods on one task only. Metrics to be minimized
-    that are below `_LEAST` all have the same quality. A negative log-likelihood may be: give its exponential instead.
+    bits or nats. Quality compares methods on one task only. Metrics to be minimized that are
+    below `_LEAST` all have the same quality. A negative log-likelihood may be so low: give its exponential instead.
 
     Raises:
         ValueError: a percentage is outside [0, 100], or the value is NaN.

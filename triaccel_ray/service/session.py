@@ -80,35 +80,27 @@ def storage_of(where: Where, *, writable: bool) -> StoragePath:
         Store(place).check(writable=writable)
         return place
     if writable:
-        _require_writable(place.folder)
+        require_storage(place.folder)
     return StoragePath(str(place.folder))
 
 
-def _require_writable(folder: Path) -> None:
-    """Checks that the storage folder can be written, or be created; writes nothing.
+def require_storage(folder: Path, *, create: bool = False) -> None:
+    """Checks that the storage folder is writable, or could be created; `create` creates it.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: it is not.
     """
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     problem = "" if nearest.is_dir() else f"{nearest} is not a folder"
     if not problem and not os.access(nearest, os.W_OK | os.X_OK):
         problem = f"you may not write in {nearest}"
+    if create and not problem:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = str(error.strerror)
     rule = f"cannot be used ({problem}); give --storage-path a folder that you may write"
     require(not problem, "storage path", str(folder), rule)
-
-
-def create_storage(folder: Path) -> None:
-    """Creates the storage folder, if it does not exist.
-
-    Raises:
-        ValueError: it cannot be created.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        rule = f"cannot be used ({error.strerror}); give --storage-path a folder that you may write"
-        raise ValueError(f"storage path = {str(folder)!r}: {rule}") from error
 
 
 def new_name(given: str | None, *parts: str) -> str:

@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from secrets import token_hex
 from tempfile import TemporaryDirectory
@@ -70,7 +70,10 @@ def examine(where: Where) -> Iterator[tuple[str, Verdict, str]]:
 
 
 def _package(name: str) -> Finding:
-    return "ok", version(name)
+    try:
+        return "ok", version(name)
+    except PackageNotFoundError:
+        return "problem", f"not installed; `pip install {name}`, or install this package anew"
 
 
 def _gpu() -> Finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, 
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.search.search import best_trial, candidates, prepare, read_search, to_be_repeated, tune_trials
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.session import create_storage, find, new_name, require_experiment, storage_of, tracker_of
+from triaccel_ray.service.session import find, new_name, require_experiment, require_storage, storage_of, tracker_of
 from triaccel_ray.service.storage.copies import PAGE_FILES
 from triaccel_ray.service.storage.layout import (
     BASELINES,
@@ -82,7 +82,7 @@ class Outcome:
     is_complete: bool
     """Whether all requested work was done; for a search, also whether a trial can be recommended."""
     failures: Sequence[str] = ()
-    """Messages of the failed runs of a search or comparison, already printed, if no run is left."""
+    """Messages of the failed runs of a search or comparison, already printed, if none has finished."""
 
 
 def carry_out(command: Trains | Resume, show: Show = lambda view: None) -> Outcome:
@@ -107,7 +107,7 @@ def carry_out(command: Trains | Resume, show: Show = lambda view: None) -> Outco
     work = Work(place=place, where=where, tracker=tracker, experiment=experiment, resume=isinstance(command, Resume))
     _check(spec if isinstance(spec, RunSpec) else spec.base, work)
     if place.uri is None and (where.tracking_uri is None or isinstance(command, Trains)):
-        create_storage(where.storage_path.folder)  # also the place of the SQLite file
+        require_storage(where.storage_path.folder, create=True)  # also the place of the SQLite file
     tracker.prepare()
     match spec:
         case SearchSpec():
@@ -198,7 +198,8 @@ def _search(spec: SearchSpec, work: Work, show: Show) -> Outcome:
         end = None if best is None else candidates(record)[best.name].end
         log.append(_end_record(failures, len(record.trials), {} if end is None else end.results))
     if failures:
-        _show_failures([*failures.values(), f"`{work.resume_command}` tries these again"])
+        err.print("\n".join(failures.values()), style="red", soft_wrap=True)
+        err.print(f"`{work.resume_command}` tries these again", soft_wrap=True)
     return Outcome(
         work=work,
         view=view,
@@ -248,17 +249,13 @@ def _compare(spec: ComparisonSpec, work: Work, show: Show) -> Outcome:
         view = view_comparison(record)
         show(view)
         log.append(_end_record(failed, len(record.runs), summary_metrics(record)))
-    if failed:
-        for name, run in record.failed.items():
-            if run.has_outcome:
-                failed[name] += f"\nthat is its outcome; `{command_to_resume(place / name, work.where)}` tries it again"
-        _show_failures(failed.values())
+    for name, text in failed.items():
+        err.print(text, style="red", soft_wrap=True)
+        if name in record.failed and record.failed[name].has_outcome:
+            retry_command = command_to_resume(place / name, work.where)
+            err.print(f"that is its outcome; `{retry_command}` tries it again", soft_wrap=True)
     is_any_left = any(run.status == "finished" for run in record.runs.values())
     return Outcome(work=work, view=view, is_complete=not failed, failures=() if is_any_left else list(failed.values()))
-
-
-def _show_failures(messages: Iterable[str]) -> None:
-    err.print("\n".join(messages), style="red", soft_wrap=True)
 
 
 def _ray(where: Where) -> AbstractContextManager[None]:
