@@ -51,6 +51,7 @@ def run(args: argparse.Namespace, budget_mib: int | None) -> dict[str, Any]:
         every_steps=EVERY_STEPS,
         weights="auto",
         step_in_backward="auto",
+        optimizer_state=args.optimizer_state,
         batch=BatchConfig(enabled=False, minimum=size, start=size, maximum=max(size, 512)),
         precision=PrecisionConfig(enabled=False, initial=Precision(args.precision)),
         curvature=CurvatureConfig(enabled=False),
@@ -114,6 +115,7 @@ def main() -> int:
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.75, 0.5, 0.4])
     parser.add_argument("--sweep", type=int, default=0, help="number of budgets in place of --budgets")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"))
+    parser.add_argument("--optimizer-state", default="fp32", choices=("fp32", "8bit"))
     parser.add_argument("--steps", type=int, default=240)
     args = parser.parse_args()
     found: list[dict[str, Any]] = []

@@ -22,7 +22,7 @@ from triaccel_ray.model.regions import find_regions
 from triaccel_ray.records.plan import FaultKind, Plan, Precision, Storage
 from triaccel_ray.trainables.models import efficientnet_b0, resnet18
 
-KEEP, RECOMPUTE, OFFLOAD, JOIN = Storage
+KEEP, RECOMPUTE, OFFLOAD, JOIN, *SELECTIVE = Storage
 
 
 def new_model(name: str) -> nn.Module:

@@ -21,7 +21,7 @@ from triaccel_ray.decide.memory import (
 from triaccel_ray.records.plan import Storage
 from triaccel_ray.records.signals import MemoryProfile, RegionSignal
 
-KEEP, RECOMPUTE, OFFLOAD, JOIN = Storage
+KEEP, RECOMPUTE, OFFLOAD, JOIN, *SELECTIVE = Storage
 SAVED, INPUT, MOVED = 100, 20, 90
 GRADIENTS = 2 * INPUT
 """Of a region's output and input, while its backward pass runs."""
@@ -89,11 +89,11 @@ def simulated_ms(profile: MemoryProfile, storage: dict) -> float:
 @st.composite
 def profiles(draw: st.DrawFn) -> MemoryProfile:
     regions = []
-    for index in range(draw(st.integers(1, 5))):
+    for index in range(draw(st.integers(1, 4))):
         saved = draw(st.integers(1, 1000))
         smaller = {name: draw(st.integers(0, saved)) for name in ("input_bytes", "offloadable_bytes")}
         ms = {name: draw(st.integers(0, most)) / 10 for name, most in (("forward_ms", 50), ("backward_ms", 100))}
-        regions.append(region(f"r{index}", saved_bytes=saved, **smaller, **ms))
+        regions.append(region(f"r{index}", saved_bytes=saved, **smaller, **ms, can_select=draw(st.booleans())))
     rates = ("to_host_bytes_per_ms", "to_device_bytes_per_ms")
     bandwidth = {name: draw(st.sampled_from([0.0, 50.0, 500.0])) for name in rates}
     others = {"can_split": draw(st.booleans()), "accumulation_bytes": draw(st.sampled_from([0, 100, 1000]))}
@@ -125,11 +125,14 @@ def names(profile: MemoryProfile) -> tuple[str, ...]:
 
 
 def assignments(profile: MemoryProfile):
-    for kinds in product((KEEP, RECOMPUTE, OFFLOAD), repeat=len(profile.regions)):
-        storage = {each.name: kind for each, kind in zip(profile.regions, kinds, strict=True) if kind is not KEEP}
-        has_link = min(profile.to_host_bytes_per_ms, profile.to_device_bytes_per_ms) > 0
-        if has_link or OFFLOAD not in kinds:
-            yield storage
+    """All storages with at most one kind of selective ones."""
+    offloads = [OFFLOAD] if min(profile.to_host_bytes_per_ms, profile.to_device_bytes_per_ms) > 0 else []
+    for selective in SELECTIVE:
+        own = [[KEEP, RECOMPUTE, *offloads, *([selective] if each.can_select else [])] for each in profile.regions]
+        for kinds in product(*own):
+            if selective in kinds or selective is SELECTIVE[0]:
+                named = zip(names(profile), kinds, strict=True)
+                yield {name: kind for name, kind in named if kind is not KEEP}
 
 
 @given(
@@ -165,6 +168,25 @@ def test_the_plan_is_that_of_a_search_of_all(profile, share, pass_ms, accumulate
     as_fast = [each for each in fits if each[0] <= chosen.prediction.ms + 1e-9]
     assert chosen.num_micro_batches == min(parts for _, parts, _ in as_fast)
     assert len(chosen.storage) <= min(changed for _, parts, changed in as_fast if parts == chosen.num_micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("budget", "kinds", "added_ms"),
+    [
+        (440, [], 0.0),
+        (370, [SELECTIVE[0]] * 3, 3 * 0.09),
+        (320, [SELECTIVE[1]] * 3, 3 * 0.25),
+        (280, [SELECTIVE[2]] * 3, 3 * 0.49),
+        (270, [RECOMPUTE, *[SELECTIVE[2]] * 2], 1.0 + 2 * 0.49),
+        (220, [RECOMPUTE] * 3, 3.0),
+    ],
+)
+def test_compiled_regions_are_recomputed_in_part_where_that_suffices(budget, kinds, added_ms):
+    profile = replace(ALIKE, regions=tuple(replace(each, can_select=True) for each in ALIKE.regions))
+    measured = measured_of(profile, 8, pass_ms=10.0)
+    chosen = cheapest_plan(profile, measured, changeable="abcd", budget_bytes=measured.peak_bytes - 440 + budget)
+    assert list(chosen.storage.values()) == kinds
+    assert chosen.prediction.ms == pytest.approx(1000.0 + added_ms)
 
 
 @given(profiles())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -27,14 +28,19 @@ from triaccel_ray.records.plan import Fault, FaultKind, Storage
 from triaccel_ray.records.signals import RegionSignal
 from triaccel_ray.records.state import recomputing_all
 
+_SELECTIVE = [each for each in Storage if each.is_selective]
+
 
 class Activations:
-    """Stores what regions save as the plan says; gradients are bitwise the same in any storage.
+    """Stores what regions save as the plan says.
+
+    Gradients are bitwise the same in any storage but a selective one, for which a region is compiled anew: its code
+    may round differently.
 
     Some regions keep their tensors instead, once one of these is found. A region that writes into its inputs, or
     computes something else when called again, is not recomputed; none is once a captured step has drawn other random
     numbers than the eager one. A region is not offloaded if the host cannot pin memory for it, and is recomputed
-    by itself if it cannot be joined to the region before it.
+    by itself if it cannot be joined to the region before it. Only a region of compiled code has selective storages.
     """
 
     def __init__(
@@ -44,12 +50,14 @@ class Activations:
         *,
         fixed: Storage | None = None,
         divide: Callable[[Collection[str]], Divided] | None = None,
+        are_compiled: bool = False,
     ) -> None:
         """Takes disjoint regions of a model by name, in module order; all are kept until `set`.
 
         `fixed` is the storage of all regions, whatever the plan says. `divide` divides a fused model's graph, with the
         named regions joined to those before them. It is called when a region is first not kept, and when others join.
-        Regions that the graph does not contain are left out from then on.
+        Regions that the graph does not contain are left out from then on. Regions that `are_compiled` run code of
+        `Compilation`.
         """
         self.regions = dict(regions)
         """Name -> module of each region whose storage can be chosen."""
@@ -64,6 +72,8 @@ class Activations:
         self._names, self._device, self._fixed, self._divide = frozenset(regions), device, fixed, divide
         self._wanted: Mapping[str, Storage] = {}
         self._barred: set[tuple[str, Storage]] = set()
+        if not are_compiled:
+            self._barred.update(itertools.product(regions, _SELECTIVE))
         self._recomputed: dict[tuple[str, ...], RecomputedRegion] = {}
         self._segments: dict[str, tuple[str, ...]] = {}
         """First region of a segment that is recomputed -> all its regions."""
@@ -86,8 +96,14 @@ class Activations:
         return bool(self.storage) or self.costs is not None
 
     @property
-    def _are_joined(self) -> bool:
-        return Storage.JOIN in self.storage.values()
+    def kept_shares(self) -> dict[nn.Module, float]:
+        """Region -> share of what its code saves that it keeps, if that is selective (`Storage.kept_share`)."""
+        return {self.regions[name]: each.kept_share for name, each in self.storage.items() if each.is_selective}
+
+    @property
+    def _hides_costs(self) -> bool:
+        """Whether a pass does not show what regions cost that are kept: some are joined, or saved selectively."""
+        return any(each is Storage.JOIN or each.is_selective for each in self.storage.values())
 
     def set(self, storage: Mapping[str, Storage]) -> None:
         """Sets the storage of regions by name, unless it is fixed or there are none; others keep their tensors.
@@ -117,26 +133,23 @@ class Activations:
             self.costs = RegionCosts(self._device)
 
     def costs_state(self) -> list[dict[str, Any]]:
-        """Returns the regions' costs for a checkpoint while they are joined, which passes then do not record."""
-        return self.costs.state_dict() if self.costs is not None and self._are_joined else []
+        """Returns the regions' costs for a checkpoint while passes hide them."""
+        return self.costs.state_dict() if self.costs is not None and self._hides_costs else []
 
     def measure_costs_again(self) -> bool:
         """Has later passes record the regions' costs again; returns whether they will.
 
-        They will not if costs were never requested, or while regions are joined.
+        They will not if costs were never requested, or while passes hide them.
         """
         if self.costs is not None:
             self.costs.measure_again()
-        return self.costs is not None and not self._are_joined
+        return self.costs is not None and not self._hides_costs
 
     def recorder(
         self, num_samples: int, dtypes: tuple[torch.dtype, ...], *, is_captured: bool
     ) -> RegionRecorder | None:
-        """Returns the recorder for a micro-batch's pass; None if costs are known or not requested, or regions joined.
-
-        The calls of a segment do not show what each of its regions costs.
-        """
-        if self.costs is None or self._are_joined:
+        """Returns the recorder for a micro-batch's pass; None if costs are known, not requested, or hidden."""
+        if self.costs is None or self._hides_costs:
             return None
         self._split()
         return self.costs.recorder((num_samples, dtypes), is_captured=is_captured)
@@ -162,8 +175,9 @@ class Activations:
                 input_bytes=each.saved_bytes if (each.name, Storage.RECOMPUTE) in self._barred else each.input_bytes,
                 offloadable_bytes=0 if (each.name, Storage.OFFLOAD) in self._barred else each.offloadable_bytes,
                 can_join=is_divided and self._can_join(each.name),
+                can_select=self._barred.isdisjoint(itertools.product([each.name], _SELECTIVE)),
             )
-            for each in self.costs.signals((num_samples, dtypes), scales=self._are_joined)
+            for each in self.costs.signals((num_samples, dtypes), scales=self._hides_costs)
         )
 
     def _can_join(self, name: str) -> bool:
@@ -175,6 +189,10 @@ class Activations:
         """Stops recomputing, because a replay drew other random numbers than the eager pass; returns a fault."""
         why = "captured steps draw other random numbers than eager ones (`--capture off` recomputes them)"
         return self._bar(self.regions, Storage.RECOMPUTE, why, step)
+
+    def exclude_selective(self, why: str, step: int) -> tuple[Fault, ...]:
+        """Stops storing regions selectively; returns a fault if some are."""
+        return tuple(fault for each in _SELECTIVE for fault in self._bar(self.regions, each, why, step))
 
     def exclude_failed(self, error: BaseException, step: int) -> tuple[Fault, ...]:
         """Stops recomputing regions that cannot be, if `error` stems from them; returns a fault, if so."""

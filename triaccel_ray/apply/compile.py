@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -66,17 +67,40 @@ class _Variants:
     With one callable for both, PyTorch would use the variant compiled last for the first sizes, too.
     """
 
-    def __init__(self, call: Any) -> None:
-        """Compiles nothing yet."""
-        self._static, self._dynamic = torch.compile(call, dynamic=False), torch.compile(call)
+    def __init__(self, call: Any, *, any_size: bool = False, kept_share: float = 1.0) -> None:
+        """Compiles nothing yet; with `any_size`, once for all sizes.
+
+        The code keeps `kept_share` of what it saves beyond its inputs for the backward pass.
+        """
+        selective: dict[str, Any] = {} if kept_share == 1.0 else {"backend": _selective_backend(kept_share)}
+        self._any = torch.compile(call, dynamic=True, **selective) if any_size else None
+        self._static = torch.compile(call, dynamic=False, **selective)
+        self._varying = torch.compile(call, **selective)
         self._sizes = _VaryingSizes()
 
     def fitting(self, arguments: Any) -> Any:
         """Returns the variant to call with these arguments."""
+        if self._any is not None:
+            return self._any
         if self._sizes.match_first(arguments):
             return self._static
         self._sizes.mark(arguments)
-        return self._dynamic
+        return self._varying
+
+
+@functools.cache
+def _selective_backend(kept_share: float) -> Callable[..., Any]:
+    """Returns Inductor with a setting for selective recomputation, which is private: a test notices if it changes.
+
+    PyTorch tells variants of one code apart by this object.
+    """
+
+    def compile_selectively(graph: Any, inputs: Any) -> Any:
+        inductor: Any = torch._dynamo.lookup_backend("inductor")
+        with torch._functorch.config.patch(activation_memory_budget=kept_share):  # type: ignore[no-untyped-call]
+            return inductor(graph, inputs)
+
+    return compile_selectively
 
 
 class Compilation:
@@ -117,14 +141,12 @@ class Compilation:
         """The blocks compiled one by one; empty if the model is compiled as a whole."""
         self._whole = None if blocks else _Variants(model)
         self._is_in_force = False
+        self._kept_shares: Mapping[nn.Module, float] = {}
         self._compiled = [*self.blocks, *_norms_and_embeddings_outside(model, self.blocks)] if self.blocks else []
         self._are_equal, self._any_size = are_equal, are_equal and any_size
         for module in self._compiled:
-            if self._any_size:
-                module.compile(dynamic=True)
-            else:
-                # The attribute is private. A forward pre-hook, which is public, would be compiled, too.
-                module._compiled_call_impl = self._specialized(module._call_impl)
+            # The attribute is private. A forward pre-hook, which is public, would be compiled, too.
+            module._compiled_call_impl = self._compiled_call(module)
         self._loss_sizes = _VaryingSizes(batch_varies=True)
         # PyTorch counts variants by code object: with one of its own, losses of other loops do not count.
         own = FunctionType(loss_in_fp32.__code__.replace(), loss_in_fp32.__globals__)
@@ -165,21 +187,26 @@ class Compilation:
         """Has the loss run uncompiled from now on."""
         self._loss, self.compiles_loss = None, False
 
-    def _specialized(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _compiled_call(self, module: nn.Module) -> Callable[..., Any]:
         """Returns a block's call that runs compiled code in training passes."""
-        variants = _Variants(call)
+        call = module._call_impl
+        by_share: dict[float, _Variants] = {}
 
         def compiled(*args: Any, **kwargs: Any) -> Any:
-            # An evaluation's sizes are not those of training.
-            fitting = variants.fitting([args, kwargs]) if self._is_in_force else call
-            return fitting(*args, **kwargs)
+            if not self._is_in_force:  # an evaluation's sizes are not those of training
+                return call(*args, **kwargs)
+            share = self._kept_shares.get(module, 1.0)
+            if share not in by_share:
+                by_share[share] = _Variants(call, any_size=self._any_size, kept_share=share)
+            return by_share[share].fitting([args, kwargs])(*args, **kwargs)
 
         return compiled
 
     @contextlib.contextmanager
-    def in_force(self) -> Iterator[None]:
+    def in_force(self, kept_shares: Mapping[nn.Module, float] | None = None) -> Iterator[None]:
         """Returns a context for training passes, in which one block may be compiled in many variants.
 
+        `kept_shares` maps a block to the share of what its code saves that it keeps, if that is less than 1.
         Past the limit, an error is raised: PyTorch would run the model uncompiled without a word. A checkpoint in the
         model's own code is compiled, too: what `showing` does within one need not be done again.
         """
@@ -190,7 +217,7 @@ class Compilation:
             # Blocks share one code object: a size that differs between unequal ones would become dynamic.
             automatic_dynamic_shapes=self._are_equal or not self.blocks,
         )
-        before, self._is_in_force = self._is_in_force, True
+        before, self._is_in_force, self._kept_shares = self._is_in_force, True, kept_shares or {}
         with patched, _timing_without_l2_flush() if self._spares_memory else contextlib.nullcontext():
             try:
                 yield

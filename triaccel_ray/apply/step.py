@@ -221,6 +221,9 @@ class Step:
         is_compiling = is_compile_error(error) or isinstance(error, PeerCompileError)
         if self.compilation is None or not is_compiling or is_out_of_memory(error):
             return self.activations.exclude_failed(error, step)
+        why = f"compiling what is recomputed in part failed: {first_paragraph(error)}"
+        if faults := self.activations.exclude_selective(why, step):
+            return faults
         if self.peers.ranks.any(self.compilation.compiles_loss):
             self.compilation.stop_compiling_loss()
             consequence = "the loss runs as it is"
@@ -230,6 +233,7 @@ class Step:
         else:
             self.compilation.remove()
             self.compilation, consequence = None, "the model runs as it is"
+            self.activations.exclude_selective(consequence, step)
         text = f"torch.compile failed, {consequence}: {first_paragraph(error)}"
         return (Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text),)
 
@@ -295,7 +299,9 @@ class Step:
         return loss_sum
 
     def _compiling(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.compilation is None else self.compilation.in_force()
+        if self.compilation is None:
+            return contextlib.nullcontext()
+        return self.compilation.in_force(self.activations.kept_shares)
 
     @contextlib.contextmanager
     def _recomputing(self) -> Iterator[None]:

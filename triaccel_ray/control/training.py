@@ -298,6 +298,7 @@ class Training:
             self.device,
             fixed=None if chosen == "auto" else Storage(chosen),
             divide=None if fusion is None else partial(divide, self.model, fusion.module, list(regions)),
+            are_compiled=compilation is not None and bool(compilation.blocks),
         )
         if activations.regions:
             if self.memory.has_budget:

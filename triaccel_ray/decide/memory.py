@@ -1,24 +1,23 @@
 """The memory planner: predicts what a plan of storage costs, and finds the cheapest plan that fits.
 
 The regions' saved tensors are kept, recomputed alone or in segments of several regions (Chen et al. 2016, "Training
-Deep Nets with Sublinear Memory Cost"), or offloaded to the host and prefetched one region ahead (AccUDNN, Guo et al.
-2018). AccUDNN's performance model chooses what to swap. Here recomputation and micro-batches compete with it, and
-measurements calibrate the model.
+Deep Nets with Sublinear Memory Cost"), recomputed in part (Korthikanti et al. 2022), or offloaded to the host and
+prefetched one region ahead (AccUDNN, Guo et al. 2018). AccUDNN's performance model chooses what to swap. Here
+recomputation and micro-batches compete with it, and measurements calibrate the model.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from triaccel_ray.decide.segments import joined, segmentations
-from triaccel_ray.decide.storage_search import END, ONE_NS, Region, cheapest_storages
+from triaccel_ray.decide.storage_search import END, ONE_NS, Region, cheapest_storages, region_of, segment_of
 from triaccel_ray.records.plan import Plan, Storage
 from triaccel_ray.records.signals import MemoryProfile, RegionSignal
 
-KEEP, RECOMPUTE, OFFLOAD, JOIN = Storage
+KEEP, RECOMPUTE, OFFLOAD, JOIN, *SELECTIVE = Storage
 UNDIVIDED_SHARE = 1.25
 """Where micro-batches change the results, fewer of them are preferred up to this multiple of the fastest plan's time.
 Batch normalization then takes its statistics from the parts, which is worth a quarter of a step's time, not its double:
@@ -88,7 +87,7 @@ def _peak_bytes(profile: MemoryProfile, storage: Mapping[str, Storage]) -> int:
     If it cannot join, or the region before it is not recomputed, it is recomputed alone.
     """
     held = taken = peak = moving = moving_after = kind_before = 0
-    for signal, region, kind in zip(profile.regions, _regions(profile), _kinds(profile, storage), strict=True):
+    for signal, region, kind in zip(profile.regions, _regions(profile, storage), _kinds(profile, storage), strict=True):
         is_joined = storage.get(signal.name) is JOIN and signal.can_join and kind_before == 1
         if not is_joined:  # else `taken` and `moving` are those of the segment
             taken, moving = held, moving_after
@@ -108,13 +107,13 @@ def sums_bytes(profile: MemoryProfile, num_micro_batches: int) -> int:
 def added_ms(profile: MemoryProfile, storage: Mapping[str, Storage], batch_size: int) -> float:
     """Returns the milliseconds that recomputation and transfers add to a step of `batch_size` samples.
 
-    A recomputed region adds its forward pass, in a segment or alone. The copy of an offloaded region i to the host
-    starts with the forward pass of region i+1, and region i+2 waits for it; the copy back starts with the backward pass
-    of region i+1, and that of region i waits for it. So each copy is exposed by what it takes longer than region i+1,
-    and copies never queue.
+    A recomputed region adds its forward pass, in a segment or alone, or a share of it (`region_of`). The copy of an
+    offloaded region i to the host starts with the forward pass of region i+1, and region i+2 waits for it; the copy
+    back starts with the backward pass of region i+1, and that of region i waits for it. So each copy is exposed by what
+    it takes longer than region i+1, and copies never queue.
     Times are proportional to samples: the number of micro-batches does not change their sum.
     """
-    return _per_batch(profile, _added_ns(_regions(profile), _kinds(profile, storage)), batch_size)
+    return _per_batch(profile, _added_ns(_regions(profile, storage), _kinds(profile, storage)), batch_size)
 
 
 def predict(
@@ -191,10 +190,11 @@ def least_plan(profile: MemoryProfile, measured: Measured, *, changeable: Collec
     plan, regions, choices = measured.plan, _regions(profile), _choices(profile, changeable)
     ways: list[dict[str, Storage]] = []
     for allowed in ((0, 1), (0, 1, 2)):
-        digits = 0
-        for region, kinds in zip(regions, choices, strict=True):
-            digits = 3 * digits + min(set(kinds) & set(allowed), key=lambda kind: (region.held[kind], kind))
-        ways.append(_storage_of(profile.regions, digits))
+        kinds = [
+            min(set(each) & set(allowed), key=lambda kind, region=region: (region.held[kind], kind))  # type: ignore[misc]
+            for region, each in zip(regions, choices, strict=True)
+        ]
+        ways.append(_storage_of(profile.regions, kinds))
     recomputable = _recomputable(profile, choices)
     ways += [joined(segments, recomputable) for segments in segmentations(profile.regions, recomputable)]
     plans = []
@@ -209,19 +209,23 @@ def _cheapest_storage(
 ) -> dict[str, Storage] | None:
     """Returns the storage of the profile's micro-batch that adds least time within `room` bytes; None if none fits.
 
-    First the regions alone, then in segments: of regions that are kept or recomputed together, and not offloaded.
+    First the regions alone, then in segments: of regions that are kept or recomputed together, and not offloaded. A
+    plan has one kind of selective storage, since each takes a compilation.
     """
     found: list[dict[str, Storage]] = []
-    regions = _regions(profile)
-    alone = cheapest_storages(regions, choices, room)
-    if alone is not None:
-        found.append(_storage_of(profile.regions, alone[1]))
-    recomputable = _recomputable(profile, choices)
-    for segments in () if alone and alone[0] < ONE_NS else segmentations(profile.regions, recomputable):
+    selects = any(3 in kinds for kinds in choices)
+    for selective in SELECTIVE if selects else SELECTIVE[:1]:
+        alone = cheapest_storages(_regions(profile, dict.fromkeys(_names(profile), selective)), choices, room)
+        if alone is not None:
+            found.append(_storage_of(profile.regions, alone[1], selective))
+            if alone[0] < ONE_NS:
+                return found[-1]
+    recomputable, regions = _recomputable(profile, choices), _regions(profile)
+    for segments in segmentations(profile.regions, recomputable):
         firsts = [segment[0] for segment in segments]
         kinds = [(0, 1) if first.name in recomputable else (0,) for first in firsts]
         remaining = iter(regions)
-        as_regions = [_segment([next(remaining) for _ in segment]) for segment in segments]
+        as_regions = [segment_of([next(remaining) for _ in segment]) for segment in segments]
         if cheapest := cheapest_storages(as_regions, kinds, room):
             found.append(joined(segments, _storage_of(firsts, cheapest[1])))
     return min(found, key=lambda each: (added_ms(profile, each, profile.micro_batch_size), len(each)), default=None)
@@ -255,48 +259,28 @@ def _beyond_model_bytes(profile: MemoryProfile, measured: Measured, num_micro_ba
     return sums + measured.bytes_per_sample * further_samples
 
 
-def _segment(regions: Sequence[Region]) -> Region:
-    """Returns a segment as one region that is kept or recomputed: while one part runs, those before it are saved."""
-    taken = list(itertools.accumulate((region.held[0] for region in regions), initial=0))
-    return Region(
-        running=max(before + region.running for before, region in zip(taken, regions, strict=False)),
-        moved=0,
-        held=(taken[-1], regions[0].held[1], taken[-1]),
-        forward_ns=sum(region.forward_ns for region in regions),
-        backward_ns=sum(region.backward_ns for region in regions),
-        to_host_ns=0,
-        to_device_ns=0,
-    )
+def _names(profile: MemoryProfile) -> list[str]:
+    return [region.name for region in profile.regions]
 
 
-def _regions(profile: MemoryProfile) -> list[Region]:
+def _regions(profile: MemoryProfile, storage: Mapping[str, Storage] | None = None) -> list[Region]:
+    """Returns the regions' costs; storage 3 of a region is that of `storage`, if it is selective."""
+    chosen = storage or {}
     outputs = [*(each.input_bytes for each in profile.regions[1:]), 0]
-    return [_region(profile, each, output) for each, output in zip(profile.regions, outputs, strict=True)]
-
-
-def _region(profile: MemoryProfile, signal: RegionSignal, output_bytes: int) -> Region:
-    saved = signal.saved_bytes
-    moved = min(signal.offloadable_bytes, saved)
-    rates = profile.to_host_bytes_per_ms, profile.to_device_bytes_per_ms
-    to_host, to_device = (math.ceil(1e6 * moved / rate) if rate > 0 else 0 for rate in rates)
-    held = saved, min(signal.input_bytes, saved), saved - moved
-    running = saved + min(2 * max(signal.input_bytes, output_bytes), saved)
-    forward_ns, backward_ns = round(1e6 * signal.forward_ms), round(1e6 * signal.backward_ms)
-    return Region(running, moved, held, forward_ns, backward_ns, to_host, to_device)
+    return [
+        region_of(profile, each, output, chosen.get(each.name, KEEP))
+        for each, output in zip(profile.regions, outputs, strict=True)
+    ]
 
 
 def _kinds(profile: MemoryProfile, storage: Mapping[str, Storage]) -> list[int]:
     order = {KEEP: 0, RECOMPUTE: 1, OFFLOAD: 2, JOIN: 1}
-    return [order[storage.get(region.name, KEEP)] for region in profile.regions]
+    return [order.get(storage.get(region.name, KEEP), 3) for region in profile.regions]
 
 
-def _storage_of(regions: Sequence[RegionSignal], digits: int) -> dict[str, Storage]:
-    kinds: list[Storage] = []
-    for _ in regions:
-        digits, kind = divmod(digits, 3)
-        kinds.append((KEEP, RECOMPUTE, OFFLOAD)[kind])
-    named = zip(regions, reversed(kinds), strict=True)
-    return {region.name: kind for region, kind in named if kind is not KEEP}
+def _storage_of(regions: Sequence[RegionSignal], kinds: Sequence[int], selective: Storage = KEEP) -> dict[str, Storage]:
+    named = zip(regions, kinds, strict=True)
+    return {region.name: (KEEP, RECOMPUTE, OFFLOAD, selective)[kind] for region, kind in named if kind}
 
 
 def _choices(profile: MemoryProfile, changeable: Collection[str]) -> list[tuple[int, ...]]:
@@ -304,7 +288,7 @@ def _choices(profile: MemoryProfile, changeable: Collection[str]) -> list[tuple[
     has_link = min(profile.to_host_bytes_per_ms, profile.to_device_bytes_per_ms) > 0
     choices: list[tuple[int, ...]] = []
     for region in profile.regions:
-        recompute = (1,) if region.input_bytes < region.saved_bytes else ()
+        recompute = () if region.input_bytes >= region.saved_bytes else (1, 3) if region.can_select else (1,)
         offload = (2,) if has_link and region.offloadable_bytes > 0 else ()
         choices.append((0, *recompute, *offload) if region.name in changeable else (0,))
     return choices
@@ -325,7 +309,7 @@ def _numbers_of_parts(profile: MemoryProfile, plan: Plan, accumulate: int) -> li
 
 
 def _added_ns(regions: Sequence[Region], kinds: Sequence[int]) -> int:
-    total = sum(region.forward_ns for region, kind in zip(regions, kinds, strict=True) if kind == 1)
+    total = sum(region.repeated_ns[kind] for region, kind in zip(regions, kinds, strict=True))
     for (region, kind), (following, next_kind) in itertools.pairwise(zip([*regions, END], [*kinds, 0], strict=True)):
         total += region.exposed_ns(following, next_kind) if kind == 2 else 0
     return total

@@ -327,6 +327,8 @@ def _plan_reason(observation: Observation, new: Stored, why: str, prediction: Pr
     num_recomputed = sum(kind.is_recomputed for kind in kinds)
     text = f"memory plan: {num_recomputed} of {len(observation.regions)} regions recomputed"
     text += f" in {kinds.count(RECOMPUTE)} segments" if JOIN in kinds else ""
+    selective = next((kind for kind in kinds if kind.is_selective), None)
+    text += f", {kinds.count(selective)} in part" if selective else ""
     text += f", {kinds.count(OFFLOAD)} offloaded" if OFFLOAD in kinds else ""
     text += f", {new.num_micro_batches} micro-batches" if new.num_micro_batches > 1 else ""
     peak = observation.memory.window_peak_bytes

@@ -1,10 +1,17 @@
-"""Finds the cheapest storages of a model's regions whose saved tensors fit into a number of bytes."""
+"""Finds the cheapest storages of a model's regions whose saved tensors fit into a number of bytes.
+
+A region has up to four storages: 0 keeps, 1 recomputes, 2 offloads, 3 recomputes selectively.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from triaccel_ray.records.plan import Storage
+from triaccel_ray.records.signals import MemoryProfile, RegionSignal
 
 _COARSE, _FINE = 32, 1024
 """Numbers of partial plans carried from one region to the next, in a first search and in one bounded by its result."""
@@ -12,7 +19,8 @@ ONE_NS = 1 << 20
 """Weight of a nanosecond in the cost of a plan; a changed region weighs 1 and decides between equal times."""
 
 _Point = tuple[int, int, int]
-"""A partial plan: bytes held, cost, and the storages of its regions as digits to the base 3."""
+"""A partial plan: bytes held, cost, and the storages of its regions as digits to the base 4."""
+_FourNumbers = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,31 +30,76 @@ class Region:
     running: int
     """Bytes while its backward pass runs: its saved tensors and the gradients."""
     moved: int
-    held: tuple[int, int, int]
-    """Bytes between the passes, for KEEP, RECOMPUTE and OFFLOAD."""
+    held: _FourNumbers
+    """Bytes between the passes in each storage."""
+    repeated_ns: _FourNumbers
+    """What the backward pass computes again in each storage."""
     forward_ns: int
     backward_ns: int
     to_host_ns: int
     to_device_ns: int
 
     def exposed_ns(self, following: Region, storage: int) -> int:
-        """Returns how long compute waits for this region's transfers if it is offloaded."""
-        behind = following.backward_ns + (following.forward_ns if storage == 1 else 0)
+        """Returns how long compute waits for this region's transfers if it is offloaded and the next one stored so."""
+        behind = following.backward_ns + following.repeated_ns[storage]
         return max(self.to_host_ns - following.forward_ns, 0) + max(self.to_device_ns - behind, 0)
 
 
-END = Region(0, 0, (0, 0, 0), 0, 0, 0, 0)
+END = Region(0, 0, (0, 0, 0, 0), (0, 0, 0, 0), 0, 0, 0, 0)
+
+
+def region_of(profile: MemoryProfile, signal: RegionSignal, output_bytes: int, selective: Storage) -> Region:
+    """Returns a region whose output takes `output_bytes`; storage 3 is `selective`.
+
+    The compiler keeps that share of what is saved beyond the inputs, and repeats what costs least for its bytes. So the
+    time grows with the square of the share that is repeated: 0.09, 0.25 and 0.49 of the forward pass. Measured on
+    blocks of a ViT, BERT and a GPT on an H200: 0.05 to 0.12, 0.16 to 0.44 and 0.37 to 0.57.
+    """
+    saved, inputs = signal.saved_bytes, min(signal.input_bytes, signal.saved_bytes)
+    moved = min(signal.offloadable_bytes, saved)
+    rates = profile.to_host_bytes_per_ms, profile.to_device_bytes_per_ms
+    to_host, to_device = (math.ceil(1e6 * moved / rate) if rate > 0 else 0 for rate in rates)
+    forward_ns, repeated = round(1e6 * signal.forward_ms), 1.0 - selective.kept_share
+    return Region(
+        running=saved + min(2 * max(signal.input_bytes, output_bytes), saved),
+        moved=moved,
+        held=(saved, inputs, saved - moved, saved - math.floor(repeated * (saved - inputs))),
+        repeated_ns=(0, forward_ns, 0, round(repeated**2 * forward_ns)),
+        forward_ns=forward_ns,
+        backward_ns=round(1e6 * signal.backward_ms),
+        to_host_ns=to_host,
+        to_device_ns=to_device,
+    )
+
+
+def segment_of(regions: Sequence[Region]) -> Region:
+    """Returns a segment as one region that is kept or recomputed: while one part runs, those before it are saved."""
+    taken = list(itertools.accumulate((region.held[0] for region in regions), initial=0))
+    forward_ns = sum(region.forward_ns for region in regions)
+    return Region(
+        running=max(before + region.running for before, region in zip(taken, regions, strict=False)),
+        moved=0,
+        held=(taken[-1], regions[0].held[1], taken[-1], taken[-1]),
+        repeated_ns=(0, forward_ns, 0, 0),
+        forward_ns=forward_ns,
+        backward_ns=sum(region.backward_ns for region in regions),
+        to_host_ns=0,
+        to_device_ns=0,
+    )
 
 
 def cheapest_storages(
     regions: Sequence[Region], choices: Sequence[tuple[int, ...]], room: int
-) -> tuple[int, int] | None:
-    """Returns the cost of the cheapest storages whose peak is at most `room` bytes, and these as digits to the base 3.
+) -> tuple[int, list[int]] | None:
+    """Returns the cost of the cheapest storages whose peak is at most `room` bytes, and these; None if there are none.
 
-    None if there are none. `choices` has the storages that each region may have: 0 keeps, 1 recomputes, 2 offloads.
+    `choices` has the storages that each region may have.
     """
     coarse = _search(regions, choices, room, _COARSE, math.inf)
-    return coarse and min(coarse, _search(regions, choices, room, _FINE, coarse[0]) or coarse)
+    if coarse is None:
+        return None
+    cost, digits = min(coarse, _search(regions, choices, room, _FINE, coarse[0]) or coarse)
+    return cost, [digits >> 2 * place & 3 for place in reversed(range(len(regions)))]
 
 
 def _search(
@@ -70,16 +123,16 @@ def _search(
             most = room - region.running - (before.moved if is_offloaded else 0)
             for kind in kinds:
                 wait_ns = before.exposed_ns(region, kind) if is_offloaded else 0
-                cost = ONE_NS * (wait_ns + (region.forward_ns if kind == 1 else 0)) + (kind > 0)
+                cost = ONE_NS * (wait_ns + region.repeated_ns[kind]) + (kind > 0)
                 held = region.held[kind]
                 bound = min(most, limit - held)
                 pools[kind == 2].extend(
-                    (taken + held, spent + cost, 3 * digits + kind)
+                    (taken + held, spent + cost, 4 * digits + kind)
                     for taken, spent, digits in front
                     if taken <= bound and spent <= most_cost - cost
                 )
         fronts, before = (_thinned(pools[0], most_points), _thinned(pools[1], most_points)), region
-    return min(((spent, digits // 3) for _, spent, digits in fronts[0]), default=None)
+    return min(((spent, digits // 4) for _, spent, digits in fronts[0]), default=None)
 
 
 def _thinned(points: list[_Point], most: int) -> list[_Point]:

@@ -43,11 +43,28 @@ class Storage(StrEnum):
     """They move to pinned host memory and back (AccUDNN; vDNN, Rhu et al. 2016)."""
     JOIN = "join"
     """It is recomputed in one segment with the region before it, which is recomputed too; nothing of it is saved."""
+    SELECTIVE_70 = "selective_70"
+    """The region is compiled so that it saves its inputs and at most 70 % of the rest. The backward pass computes the
+    remainder again, and the compiler chooses what is cheap (selective recomputation, Korthikanti et al. 2022)."""
+    SELECTIVE_50 = "selective_50"
+    """The same with 50 %."""
+    SELECTIVE_30 = "selective_30"
+    """The same with 30 %."""
 
     @property
     def is_recomputed(self) -> bool:
         """Whether the backward pass computes the region again."""
         return self in (Storage.RECOMPUTE, Storage.JOIN)
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether compiled code computes a part of the region again."""
+        return self.value.startswith("selective")
+
+    @property
+    def kept_share(self) -> float:
+        """Share of what the region's code saves beyond its inputs that it keeps; 1 unless it is selective."""
+        return float(self.value.rpartition("_")[2]) / 100 if self.is_selective else 1.0
 
     @property
     def alone(self) -> Storage:

@@ -87,6 +87,8 @@ class RegionSignal:
     """Milliseconds of its backward pass, without recomputation and transfers."""
     can_join: bool = False
     """Whether it can be recomputed in one segment with the region before it."""
+    can_select: bool = False
+    """Whether its code is compiled, so that the compiler can choose what is computed again."""
 
 
 @dataclass(frozen=True, kw_only=True)
