@@ -17,6 +17,7 @@ from triaccel_ray.apply.weights import multiplied_parameters, parameters_of_one
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.data.sources import DataSource, TensorSource
+from triaccel_ray.decide.initial import initial_decision
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.kernels.multi_tensor import is_dense
 from triaccel_ray.measure.saved_bytes import counting_saved_bytes
@@ -27,7 +28,6 @@ from triaccel_ray.model.regions import unfused_because
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.records.signals import ParameterSignal
-from triaccel_ray.records.state import initial_decision
 
 
 @dataclass(frozen=True, kw_only=True)

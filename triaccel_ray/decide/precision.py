@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from triaccel_ray.config import PrecisionConfig
 from triaccel_ray.decide.throughput import barred_precision
-from triaccel_ray.records.plan import MINIMUM_LOSS_SCALE, Precision, Reason, ReasonCode
+from triaccel_ray.records.plan import MINIMUM_LOSS_SCALE, Precision, Reason, ReasonCode, nearest_supported
 from triaccel_ray.records.signals import LayerSignal, Observation
-from triaccel_ray.records.state import ControlState, LayerState, bf16_or_fp16, nearest_supported
+from triaccel_ray.records.state import ControlState, LayerState
 
 
 def precision_for_variance(
@@ -22,6 +22,11 @@ def precision_for_variance(
     if variance < config.tau_low:
         return Precision.FP8 if Precision.FP8 in supported else Precision.FP16
     return bf16_or_fp16(supported, has_bf16=has_bf16) if variance < config.tau_high else Precision.FP32
+
+
+def bf16_or_fp16(supported: Collection[Precision], *, has_bf16: bool) -> Precision:
+    """Returns BF16, or FP16 if that is supported and no layer has BF16: on GPUs older than Ampere, as AMP does."""
+    return Precision.FP16 if Precision.FP16 in supported and not has_bf16 else Precision.BF16
 
 
 def promoted(precision: Precision) -> Precision:

@@ -19,6 +19,7 @@ from triaccel_ray.decide.calibration import (
     measure,
     timed_pass_ms,
 )
+from triaccel_ray.decide.initial import storage_of_all
 from triaccel_ray.decide.memory import (
     JOIN,
     OFFLOAD,
@@ -32,9 +33,9 @@ from triaccel_ray.decide.memory import (
     sums_bytes,
 )
 from triaccel_ray.decide.throughput import Judgement, expected_cost_ms
-from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode, Storage
+from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode, Storage, recomputing_all
 from triaccel_ray.records.signals import MemoryProfile, Observation
-from triaccel_ray.records.state import MemoryState, Stored, ThroughputState, UnpaidPlan, recomputing_all, storage_of_all
+from triaccel_ray.records.state import MemoryState, Stored, ThroughputState, UnpaidPlan
 
 _MOST_SHORT = 2
 """Number of plans in a row that may run short although predicted to fit, before no other is tried during the bar."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -32,6 +32,12 @@ class Precision(StrEnum):
         return 4 if self is Precision.FP32 else 2
 
 
+def nearest_supported(wanted: Precision, supported: tuple[Precision, ...]) -> Precision:
+    """Returns the lowest supported precision that is not below `wanted`; FP32 when there is none."""
+    allowed = [level for level in supported if level.rank >= wanted.rank]
+    return min(allowed, key=lambda level: level.rank, default=Precision.FP32)
+
+
 class Storage(StrEnum):
     """What becomes of the tensors that a region of the model saves for its backward pass."""
 
@@ -53,6 +59,15 @@ class Storage(StrEnum):
     def alone(self) -> Storage:
         """RECOMPUTE for JOIN, else the same."""
         return Storage.RECOMPUTE if self is Storage.JOIN else self
+
+
+def recomputing_all(regions: Iterable[str], storage: Mapping[str, Storage]) -> dict[str, Storage]:
+    """Returns the storage in which all regions are recomputed, in the segments of `storage` if there are any.
+
+    It is not always the least: a long segment may save more at once than its regions alone.
+    """
+    joined = {name: kind for name, kind in storage.items() if kind is Storage.JOIN}
+    return {**dict.fromkeys(regions, Storage.RECOMPUTE), **joined}
 
 
 @dataclass(frozen=True, kw_only=True)
