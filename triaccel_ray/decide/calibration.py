@@ -9,17 +9,17 @@ from statistics import median
 from triaccel_ray.decide.batch import GIB
 from triaccel_ray.decide.memory import Measured, added_ms, modelled_bytes, sums_bytes
 from triaccel_ray.decide.throughput import Judgement
-from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode
+from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode, largest_micro_batch
 from triaccel_ray.records.signals import MemoryProfile, MemorySignal, Observation
 from triaccel_ray.records.state import MemoryState, PassTiming, PeakReading, Stored
 
 _TIGHT_SHARE = 0.99
-"""Share of the attainable memory above which a smaller plan is chosen: more than `_BUDGET_SHARE`, or small errors would
+"""Share of the attainable memory above which a smaller plan is chosen: more than `BUDGET_SHARE`, or small errors would
 undo each plan."""
 BARRED_SHARE = 0.95
 """After a plan failed, others must take less than this share of its bytes by the model."""
-_BUDGET_SHARE = 0.97
-"""Share of the attainable memory that a plan may be predicted to take."""
+BUDGET_SHARE = 0.97
+"""Share of the attainable memory that a plan, or a step with weights in the plain form, may be predicted to take."""
 _SHARE_PER_FAILURE = 0.04
 """What each plan that ran short although predicted to fit takes off that share: three cover errors of 12 %."""
 _LEAST_SHARE = 0.8
@@ -61,7 +61,7 @@ def _bytes_per_sample(observation: Observation, profile: MemoryProfile, other: P
     plan = observation.plan
     if other is None or other.batch_size != plan.batch_size:
         return 0
-    further = plan.micro_batch_size - -(-plan.batch_size // other.stored.num_micro_batches)
+    further = plan.micro_batch_size - largest_micro_batch(plan.batch_size, other.stored.num_micro_batches)
     beyond = observation.memory.window_peak_bytes - bytes_of(profile, Stored.under(plan), plan)
     other_beyond = other.peak_bytes - bytes_of(profile, other.stored, plan)
     return max(math.ceil((beyond - other_beyond) / further), 0) if further else 0
@@ -69,7 +69,7 @@ def _bytes_per_sample(observation: Observation, profile: MemoryProfile, other: P
 
 def budget_bytes(observation: Observation, state: MemoryState) -> int:
     """Returns what a plan may be predicted to take, which is less after plans that ran short."""
-    share = max(_BUDGET_SHARE - _SHARE_PER_FAILURE * state.times_short, _LEAST_SHARE)
+    share = max(BUDGET_SHARE - _SHARE_PER_FAILURE * state.times_short, _LEAST_SHARE)
     return math.floor(share * observation.memory.attainable_bytes)
 
 
@@ -169,7 +169,7 @@ def remember_plan(observation: Observation, judged: Judgement, new: Plan, state:
 
 def bytes_of(profile: MemoryProfile, stored: Stored, plan: Plan) -> int:
     """Returns the model's bytes, sums of gradients included, of the batch of `plan` when stored as `stored` says."""
-    saved = modelled_bytes(profile, stored.storage, -(-plan.batch_size // stored.num_micro_batches))
+    saved = modelled_bytes(profile, stored.storage, largest_micro_batch(plan.batch_size, stored.num_micro_batches))
     return saved + sums_bytes(profile, stored.num_micro_batches)
 
 

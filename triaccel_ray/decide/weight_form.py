@@ -8,13 +8,12 @@ from dataclasses import replace
 
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.decide.batch import GIB
+from triaccel_ray.decide.calibration import BUDGET_SHARE
 from triaccel_ray.records.plan import Reason, ReasonCode, WeightForm
 from triaccel_ray.records.signals import ParameterSignal
 
 PROCESS_BYTES = 512 * 2**20
 """What a process holds without model and data: a CUDA context with its libraries, or Python with PyTorch."""
-BUDGET_SHARE = 0.97
-"""Share of the budget that the plain form may take: as much as memory plans are made for."""
 _FIELDS = {"weights": "is_split", "step_in_backward": "steps_in_backward", "shard_optimizer": "shares_optimizer"}
 """Setting -> field of the form; in the order in which they are used."""
 _TEXTS = {

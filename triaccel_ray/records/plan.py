@@ -82,6 +82,11 @@ class WeightForm:
     """Whether each of several ranks holds the optimizer's state of a share of the parameters."""
 
 
+def largest_micro_batch(batch_size: int, num_micro_batches: int) -> int:
+    """Returns the number of samples in the largest of so many micro-batches."""
+    return -(-batch_size // num_micro_batches)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """How steps are computed until the next tick.
@@ -107,7 +112,7 @@ class Plan:
     @property
     def micro_batch_size(self) -> int:
         """Samples that pass through the model at once."""
-        return -(-self.batch_size // self.num_micro_batches)
+        return largest_micro_batch(self.batch_size, self.num_micro_batches)
 
     def steps_as(self, other: Plan) -> bool:
         """Returns whether steps compute the same under both plans, apart from learning rates."""
