@@ -8,6 +8,9 @@ from torch import Tensor, tensor
 
 from triaccel_ray.config import require
 
+SPLIT_SEED = 2026
+"""Seed of the splits, the same for all runs: whatever its own seed, a run is judged by the same samples."""
+
 
 def stratified_split(labels: Tensor, num_held_out: int, seed: int) -> tuple[Tensor, Tensor]:
     """Returns the indices of the samples kept and of those held out, both ascending int64 [n - h] and [h].
