@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.config import BatchConfig, ControlConfig, ExecutionConfig
 from triaccel_ray.search_spaces.tuned import tuned_thresholds
-from triaccel_ray.trainables.cifar_download import obtain
+from triaccel_ray.trainables.cifar_download import find_or_download
 from triaccel_ray.trainables.cifar_files import cifar_set
 from triaccel_ray.trainables.images import ImageSource, Preparation
 from triaccel_ray.trainables.models import Stem, efficientnet_b0, resnet18
@@ -41,7 +41,7 @@ class CifarTask(Task):
     def data(self, purpose: Purpose) -> Splits:
         """Returns the samples for `purpose`; SEARCH does not read the file with test images, which need not exist."""
         is_final = purpose is Purpose.FINAL
-        folder = obtain(cifar_set(self.num_classes), self.data_dir, with_test=is_final)
+        folder = find_or_download(cifar_set(self.num_classes), self.data_dir, with_test=is_final)
         images, labels = folder.read_train()
         if is_final:
             return self._splits((images, labels), folder.read_test(), mirror_views=self.mirror_views)

@@ -45,7 +45,7 @@ from triaccel_ray.model.regions import blocks_to_compile, find_regions, have_num
 from triaccel_ray.records.plan import Fault, FaultKind, Precision, Storage
 from triaccel_ray.records.signals import ParameterSignal
 
-_PLAIN = {"weights": "fp32", "step_in_backward": False, "optimizer_state": "fp32", "shard_optimizer": False}
+_WITHOUT_KERNEL = {"weights": "fp32", "step_in_backward": False, "optimizer_state": "fp32", "shard_optimizer": False}
 """Setting that needs the optimizer's kernel -> its value without one."""
 _Limits = tuple[int | None, int | None]
 
@@ -252,7 +252,7 @@ class Training:
 
     def _require_kernel(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ValueError if a setting needs kernels that do not support the optimizer."""
-        for name, plain in _PLAIN.items():
+        for name, plain in _WITHOUT_KERNEL.items():
             value = getattr(self._config, name)
             rule = (
                 "needs SGD, or Adam or AdamW with fused=True, without dampening, amsgrad, maximize, differentiable, "

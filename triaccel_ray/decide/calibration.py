@@ -22,9 +22,9 @@ BUDGET_SHARE = 0.97
 """Share of the attainable memory that a plan, or a step with weights in the plain form, may be predicted to take."""
 _SHARE_PER_FAILURE = 0.04
 """What each plan that ran short although predicted to fit takes off that share: three cover errors of 12 %."""
-_LEAST_SHARE = 0.8
+_MIN_BUDGET_SHARE = 0.8
 """The least that failures leave of that share."""
-_MORE_SHARE = 1.05
+_RECOVERED_RATIO = 1.05
 """Growth of the attainable memory from which on an earlier failure no longer counts."""
 _BYTES_TOLERANCE, _MS_TOLERANCE = 0.05, 0.10
 """Relative differences between prediction and measurement from which on they are reported."""
@@ -69,13 +69,13 @@ def _bytes_per_sample(observation: Observation, profile: MemoryProfile, other: P
 
 def budget_bytes(observation: Observation, state: MemoryState) -> int:
     """Returns what a plan may be predicted to take, which is less after plans that ran short."""
-    share = max(BUDGET_SHARE - _SHARE_PER_FAILURE * state.times_short, _LEAST_SHARE)
+    share = max(BUDGET_SHARE - _SHARE_PER_FAILURE * state.times_short, _MIN_BUDGET_SHARE)
     return math.floor(share * observation.memory.attainable_bytes)
 
 
 def forget_shortage(memory: MemorySignal, state: MemoryState) -> MemoryState:
     """Returns the state without plans that failed or ran short if clearly more memory is attainable than then."""
-    is_past = memory.attainable_bytes > _MORE_SHARE * state.short_at_bytes
+    is_past = memory.attainable_bytes > _RECOVERED_RATIO * state.short_at_bytes
     if not (is_past and (state.times_short or state.failed)):
         return state
     return replace(state, times_short=0, failed=None, cap_ticks_left=0, times_failed=0, examined_bytes=None)

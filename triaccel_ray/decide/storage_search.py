@@ -56,7 +56,7 @@ def _search(
 
     Dynamic programming in forward order. What is to come depends on a partial plan only through the bytes held and
     whether its last region is offloaded. So for either case it carries the partial plans of which no other holds less
-    and costs no more, and among more than `most_points`, the ones that `_thinned` leaves.
+    and costs no more, and among more than `most_points`, the ones that `_pareto_front` leaves.
     """
     limits = [room]  # on the bytes held before each region, such that the regions to come can still fit
     for region, kinds in zip(reversed(regions), reversed(choices), strict=True):
@@ -78,11 +78,11 @@ def _search(
                     for taken, spent, digits in front
                     if taken <= bound and spent <= most_cost - cost
                 )
-        fronts, before = (_thinned(pools[0], most_points), _thinned(pools[1], most_points)), region
+        fronts, before = (_pareto_front(pools[0], most_points), _pareto_front(pools[1], most_points)), region
     return min(((spent, digits // 3) for _, spent, digits in fronts[0]), default=None)
 
 
-def _thinned(points: list[_Point], most: int) -> list[_Point]:
+def _pareto_front(points: list[_Point], most: int) -> list[_Point]:
     """Returns the points of which no other holds less and costs no more, and of many, at most `most` + 2.
 
     The range of costs is divided into equal parts, of which each keeps the point that holds least. So a thinning loses

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-_ORDER = 32
+_MAX_HOST_ORDER = 32
 """Matrices up to this order go to the host without being reduced."""
 _NUM_ITERATIONS = 12
 _SHIFT = 1e-13
@@ -74,7 +74,7 @@ def reduce_matrices(matrices: Sequence[Tensor], num_samples: int, top_k: int) ->
     """
     first = matrices[0]
     stacked = torch.stack([matrix.to(first.device, torch.float64) for matrix in matrices]) / num_samples
-    order = max(_ORDER, 2 * top_k)
+    order = max(_MAX_HOST_ORDER, 2 * top_k)
     if stacked.shape[1] <= order:
         return stacked
     is_finite = stacked.isfinite().flatten(1).all(dim=1)[:, None, None]
