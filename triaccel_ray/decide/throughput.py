@@ -170,12 +170,7 @@ def bar_undone(
 
 
 def watch(
-    state: ThroughputState,
-    observation: Observation,
-    new: Plan,
-    *,
-    is_undo: bool = False,
-    is_stored_faster: bool = False,
+    state: ThroughputState, observation: Observation, new: Plan, *, is_undo: bool, is_stored_faster: bool
 ) -> ThroughputState:
     """Returns the state after `new` replaces the plan, with the change and its reference if it is to be judged.
 
