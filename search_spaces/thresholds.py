@@ -62,7 +62,7 @@ MARGIN_DECADES = 2.0
 precision can also be left unused."""
 
 MARGIN_SHARE = 0.125
-"""Share of the quantiles, at either end, beyond the measured variances: one precision for all layers is the fastest on
+"""Share of the quantiles, at either end, beyond the measured variances. One precision for all layers is the fastest on
 many devices, and a search of a dozen configurations has to try it."""
 
 

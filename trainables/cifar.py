@@ -17,7 +17,7 @@ from triaccel_ray.trainables.split import SPLIT_SEED, stratified_split
 from triaccel_ray.trainables.task import WITHIN_BUDGET, Purpose, Recipe, Splits, Task
 
 _NUM_VALIDATION = 5_000
-# A GPU reads a batch of 96 from host memory in 10 us, from its own in 2 us; there the images would take 0.15 GB.
+# A GPU reads a batch of 96 from host memory in 10 us, from its own in 2 us. There, the images would take 0.15 GB.
 _EXECUTION = ExecutionConfig(data_on="host")
 _CHANNEL_MEAN = {10: (0.4914, 0.4822, 0.4465), 100: (0.5071, 0.4865, 0.4409)}
 _CHANNEL_STD = {10: (0.2470, 0.2435, 0.2616), 100: (0.2673, 0.2564, 0.2762)}

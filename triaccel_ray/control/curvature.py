@@ -81,7 +81,7 @@ class ScheduledCurvature:
     def measure(self, step: int, *, is_awaited: bool = False) -> None:
         """Measures the largest eigenvalues of every layer and the noise scale, or records why it does not.
 
-        With `is_awaited`, the batch waits for the noise scale: measurements may take all of `max_overhead`, and a dry
+        With `is_awaited`, the batch waits for the noise scale. Measurements may then take all of `max_overhead`. A dry
         run starts at once, because it shows what a measurement costs.
         """
         if self._share.share is not None:

@@ -21,11 +21,11 @@ BARRED_SHARE = 0.95
 BUDGET_SHARE = 0.97
 """Share of the attainable memory that a plan, or a step with weights in the plain form, may be predicted to take."""
 _SHARE_PER_FAILURE = 0.04
-"""What each plan that ran short although predicted to fit takes off that share: three cover errors of 12 %."""
+"""Reduction of that share for each plan that ran short although predicted to fit; three cover errors of 12 %."""
 _MIN_BUDGET_SHARE = 0.8
-"""The least that failures leave of that share."""
+"""Lower bound of that share, however many plans ran short."""
 _RECOVERED_RATIO = 1.05
-"""Growth of the attainable memory from which on an earlier failure no longer counts."""
+"""Attainable memory, as a multiple of that at an earlier failure, from which on the failure no longer counts."""
 _BYTES_TOLERANCE, _MS_TOLERANCE = 0.05, 0.10
 """Relative differences between prediction and measurement from which on they are reported."""
 

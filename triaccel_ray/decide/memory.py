@@ -1,9 +1,9 @@
 """The memory planner: predicts what a plan of storage costs, and finds the cheapest plan that fits.
 
-The regions' saved tensors are kept, recomputed alone or in segments of several regions (Chen et al. 2016, "Training
-Deep Nets with Sublinear Memory Cost"), or offloaded to the host and prefetched one region ahead (AccUDNN, Guo et al.
-2018). AccUDNN's performance model chooses what to swap. Here recomputation and micro-batches compete with it, and
-measurements calibrate the model.
+The regions' saved tensors are kept, recomputed or offloaded. They are recomputed alone or in segments of several
+regions (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"). They are offloaded to the host and
+prefetched one region ahead (AccUDNN, Guo et al. 2018). AccUDNN's performance model chooses what to swap. Here
+recomputation and micro-batches compete with it, and measurements calibrate the model.
 """
 
 from __future__ import annotations
@@ -69,13 +69,15 @@ class MemoryPlan:
 def modelled_bytes(profile: MemoryProfile, storage: Mapping[str, Storage], micro_batch_size: int) -> int:
     """Returns the largest number of bytes that the regions' saved tensors take at once.
 
-    With held(i) the bytes of region i between the passes (saved_bytes, input_bytes or what cannot be offloaded):
-    max over i of sum_{j<i} held(j) + saved_bytes(i) + gradients(i) + offloadable_bytes(i-1) if that is offloaded, for
-    its copy is under way while region i runs, in either pass. A segment runs as one region that saves what its regions
-    save, and holds the inputs of the first. Bytes are proportional to the micro-batch size.
+        max over i of  sum_{j<i} held(j) + saved_bytes(i) + gradients(i) + moving(i)
+
+    held(j) are the bytes of region j between the passes: saved_bytes, input_bytes or what cannot be offloaded.
+    moving(i) are offloadable_bytes(i-1) if region i-1 is offloaded, else 0: its copy is under way while region i runs,
+    in either pass. A segment runs as one region that saves what its regions save, and holds the inputs of the first.
+    Bytes are proportional to the micro-batch size.
 
     gradients(i) = min(2 * max(input_bytes(i), input_bytes(i+1)), saved_bytes(i)) stands for the gradients of the
-    region's output, which is the input of the next one, and of its input: its backward pass holds two tensors of the
+    region's input and output. The output is the input of the next region. The backward pass holds two tensors of the
     larger size at once. The bound is for regions that cannot be recomputed, whose input_bytes are their saved_bytes.
     """
     return -(-_peak_bytes(profile, storage) * micro_batch_size // profile.micro_batch_size)
@@ -109,10 +111,9 @@ def added_ms(profile: MemoryProfile, storage: Mapping[str, Storage], batch_size:
     """Returns the milliseconds that recomputation and transfers add to a step of `batch_size` samples.
 
     A recomputed region adds its forward pass, in a segment or alone. The copy of an offloaded region i to the host
-    starts with the forward pass of region i+1, and region i+2 waits for it; the copy back starts with the backward pass
+    starts with the forward pass of region i+1, and region i+2 waits for it. The copy back starts with the backward pass
     of region i+1, and that of region i waits for it. So each copy is exposed by what it takes longer than region i+1,
-    and copies never queue.
-    Times are proportional to samples: the number of micro-batches does not change their sum.
+    and copies never queue. Times are proportional to samples: the number of micro-batches does not change their sum.
     """
     return _per_batch(profile, _added_ns(_regions(profile), _kinds(profile, storage)), batch_size)
 
@@ -145,8 +146,8 @@ def cheapest_plan(
     """Returns the fastest plan by `predict` whose predicted peak fits; None if none fits.
 
     Of plans that are equally fast it returns one with the fewest micro-batches, then the fewest changed regions. If
-    micro-batches would change the results, it returns the fastest of those with the fewest micro-batches that take at
-    most `UNDIVIDED_SHARE` times as long as the fastest of all.
+    micro-batches would change the results, plans may take `UNDIVIDED_SHARE` times as long as the fastest. Of these, it
+    returns the fastest of those with the fewest micro-batches.
 
     Args:
         profile: costs of the regions.

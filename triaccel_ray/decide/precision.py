@@ -43,8 +43,8 @@ def decide_precision(
     consecutive votes. Each change requires a new step to be built, and a variance that drifts through a threshold
     crosses it more than once. Curvature promotes and releases at once, because it is measured rarely anyway.
 
-    Without `may_lower` no layer is demoted by the variance rule now, nor tried again where it was slower, for example
-    because the last change is not judged yet.
+    Without `may_lower`, for example because the last change is not judged yet, the variance rule demotes no layer. Nor
+    does a layer return to a precision in which it was slower.
     """
     if not config.enabled:
         return _keep_but_leave_fp16(observation, layers)

@@ -91,10 +91,10 @@ def decide_storage(
       first to show what a micro-batch costs.
     - Where memory is nearly exhausted, because other processes took it, the cheapest plan that still fits is chosen.
     - Otherwise the cheapest plan is chosen if it is faster and saves more time than it costs. It is chosen anyway if it
-      undoes micro-batches that change the results, which `cheapest_plan` prefers up to a limit, or keeps everything of
-      an elastic batch that memory lets grow.
-    - After plans ran short although predicted to fit, the margin grows, and after two in a row none is tried for the
-      ticks of the bar.
+      undoes micro-batches that change the results, as far as `cheapest_plan` prefers this. So is one that keeps
+      everything of an elastic batch that memory lets grow.
+    - After plans ran short although predicted to fit, the margin grows. After two in a row, none is tried for the ticks
+      of the bar.
 
     Without `revert_slowdowns` timings decide nothing: what an error has led to stays.
     """

@@ -54,9 +54,9 @@ def limits_within(
     Args:
         budget_bytes: what the tensors may take at their peak; None: no bound.
         probe: measures so many samples under such limits.
-        bytes_of_two: what two samples have taken before.
-        num_samples: of the measurement.
-        most_samples: at once, for other reasons.
+        bytes_of_two: peak bytes when two samples were measured before.
+        num_samples: number of samples of the measurement.
+        most_samples: most samples at once, whatever the budget.
         kept_bytes: what the method keeps from chunk to chunk; None if it adapts to a limit.
     """
     if budget_bytes is None or num_samples <= 4:

@@ -88,8 +88,8 @@ class EpochTimes:
     def add(self, epoch: int, seconds: float, computing_seconds: float, *, has_changed_plan: bool) -> None:
         """Adds an epoch, counted from 1: wall-clock seconds, the device's own seconds, and whether the plan changed.
 
-        Epochs since the plan last changed count for `typical`. The one in which it changed counts only until the next,
-        and so does the run's first, in which libraries load, kernels compile and steps are captured.
+        Epochs since the plan last changed count for `typical`. The one in which it changed counts only until the next.
+        So does the run's first, in which libraries load, kernels compile and steps are captured.
         """
         if has_changed_plan or self._has_changed_plan or epoch == 2:
             self._settled.clear()

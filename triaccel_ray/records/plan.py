@@ -104,8 +104,8 @@ class Plan:
     batch_lr_scale: float = 1.0
     """Factor on all learning rates, set from the batch size by the configured rule."""
     num_micro_batches: int = 1
-    """Micro-batches of nearly equal size per batch: more than `accumulate` only while the smallest batch does not fit
-    in memory, or a batch of fixed size cannot be captured."""
+    """Micro-batches of nearly equal size per batch. There are more than `accumulate` only while the smallest batch does
+    not fit in memory, or a batch of fixed size cannot be captured."""
     storage: Mapping[str, Storage] = field(default_factory=dict)
     """Region name -> what becomes of its saved tensors; regions not named keep them."""
 
@@ -193,7 +193,7 @@ class FaultKind(StrEnum):
     BUDGET_EXCEEDED = "budget_exceeded"
     """On a CPU: the process holds more than its budget, and no smaller batch would change that."""
     PRECISION_REFUSED = "precision_refused"
-    """A precision is not offered: the device has no instructions for it, it brings no speedup, or it changes the
+    """A precision is not offered. The device has no instructions for it, it brings no speedup, or it changes the
     outputs of a new model too much."""
     PLAN_REPLACED = "plan_replaced"
     """A resumed run cannot go on with the plan of its checkpoint; step times before it do not count."""
