@@ -57,12 +57,12 @@ ANCHOR: Mapping[str, Any] = {
 """The first configuration tried. Calibrated, it keeps every layer in BF16: what the plain setting gives. Where
 that is 0 or infinite, the nearest value of the space stands for it."""
 
-BEYOND_DECADES = 2.0
+MARGIN_DECADES = 2.0
 """Decades by which the calibrated range exceeds the measured variances: they keep falling after the probe, and a
 precision can also be left unused."""
 
-BEYOND_SHARE = 0.125
-"""Share of the quantiles, at either end, beyond the measured variances: one precision for all layers is the fastest on
+MARGIN_SHARE = 0.125
+"""Share of the quantiles, at either end, beyond the measured variances. One precision for all layers is the fastest on
 many devices, and a search of a dozen configurations has to try it."""
 
 
@@ -78,7 +78,7 @@ class Calibration:
     def quantile(self, q: float) -> float:
         """Returns the variance at quantile q in [0, 1], interpolated on a logarithmic scale.
 
-        The measured variances lie between the quantiles `BEYOND_SHARE` and 1 - `BEYOND_SHARE`. Below that range, the
+        The measured variances lie between the quantiles `MARGIN_SHARE` and 1 - `MARGIN_SHARE`. Below that range, the
         result is below every layer's variances; beyond it, above all of them.
 
         Raises:
@@ -87,8 +87,8 @@ class Calibration:
         if not 0.0 <= q <= 1.0:
             raise ValueError(f"q = {q}: must lie in [0, 1]")
         decades = np.log10(self.variances if len(self.variances) > 1 else 2 * self.variances)
-        quantiles = [0.0, *np.linspace(BEYOND_SHARE, 1.0 - BEYOND_SHARE, len(decades)), 1.0]
-        extended = [decades[0] - BEYOND_DECADES, *decades, decades[-1] + BEYOND_DECADES]
+        quantiles = [0.0, *np.linspace(MARGIN_SHARE, 1.0 - MARGIN_SHARE, len(decades)), 1.0]
+        extended = [decades[0] - MARGIN_DECADES, *decades, decades[-1] + MARGIN_DECADES]
         return float(10.0 ** np.interp(q, quantiles, extended))
 
 

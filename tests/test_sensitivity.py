@@ -290,7 +290,7 @@ def test_a_layer_keeps_fp32_only_if_outputs_other_than_masks_change(name: str) -
 def test_the_change_of_outputs_is_relative_to_what_is_no_mask(
     before: list[float], after: list[float], change: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_sensitivity, "_PART", 2)
+    monkeypatch.setattr(control_sensitivity, "_CHUNK_ELEMENTS", 2)
     assert _relative_change([torch.tensor(before)], [torch.tensor(after)]) == pytest.approx(change, rel=1e-2)
 
 

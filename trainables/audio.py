@@ -13,10 +13,9 @@ from torch.nn import functional as F
 from triaccel_ray.config import BatchConfig, ControlConfig, PrecisionConfig
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.model.metrics import Metric
-from triaccel_ray.trainables.task import WITHIN_BUDGET, Purpose, Recipe, Splits, Task, parameter_groups
+from triaccel_ray.trainables.split import SPLIT_SEED
+from triaccel_ray.trainables.task import WITHIN_BUDGET, Purpose, Recipe, SizedTask, Splits, parameter_groups
 
-_ON_CPU = {"layers": 4, "width": 128, "seconds": 2, "rate": 16_000}
-_SPLIT_SEED = 2026
 _FIRST_OMEGA, _OMEGA = 3000.0, 30.0
 """Angular frequencies of the first and of the other layers, as Sitzmann et al. chose them for sound."""
 
@@ -75,7 +74,7 @@ SIGNAL_TO_NOISE = Metric(values=squared_error, of_mean=lambda noise: -10 * math.
 """Decibels by which a signal of unit power exceeds the error; at most 120."""
 
 
-class AudioSiren(Task):
+class AudioSiren(SizedTask):
     """Time -> amplitude, learned from 80 % of a sound's samples; 10 % each are for validation and test.
 
     The first layer computes sines of angles in the thousands. In BF16 these are off by radians, and nothing is learned;
@@ -86,6 +85,7 @@ class AudioSiren(Task):
     name: ClassVar[str] = "audio-siren"
     unread: ClassVar[Collection[str]] = ("data_dir", "momentum", "nesterov", "label_smoothing")
     _on_gpu: ClassVar[Mapping[str, int]] = {"layers": 5, "width": 1024, "seconds": 7, "rate": 44_100}
+    _on_cpu: ClassVar[Mapping[str, int]] = {"layers": 4, "width": 128, "seconds": 2, "rate": 16_000}
     # Sizes; None: the default for this machine.
     layers: ClassVar[int | None] = None
     """Hidden layers."""
@@ -105,13 +105,6 @@ class AudioSiren(Task):
     metrics: ClassVar[Mapping[str, Metric]] = {"snr_db": SIGNAL_TO_NOISE}
     objective: ClassVar[str] = "snr_db"
 
-    def _size(self, name: str) -> int:
-        """Returns one size of the model or the sound: the class's own, or the default for this machine."""
-        own: int | None = getattr(self, name)
-        if own is not None:
-            return own
-        return (self._on_gpu if torch.cuda.is_available() else _ON_CPU)[name]
-
     def model(self) -> nn.Module:
         """Returns the network."""
         return siren(layers=self._size("layers"), width=self._size("width"))
@@ -122,7 +115,7 @@ class AudioSiren(Task):
         num_samples = self._size("seconds") * rate
         times = torch.linspace(-1, 1, num_samples).unsqueeze(1)
         sound = melody(num_samples, rate).float().unsqueeze(1)
-        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(_SPLIT_SEED))
+        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(SPLIT_SEED))
         tenth = num_samples // 10
         test, validation, train = order.split([tenth, tenth, num_samples - 2 * tenth])
         held_out = validation

@@ -9,17 +9,15 @@ from torch import Tensor, nn
 
 from triaccel_ray.config import BatchConfig, ControlConfig, ExecutionConfig
 from triaccel_ray.search_spaces.tuned import tuned_thresholds
-from triaccel_ray.trainables.cifar_download import obtain
+from triaccel_ray.trainables.cifar_download import find_or_download
 from triaccel_ray.trainables.cifar_files import cifar_set
 from triaccel_ray.trainables.images import ImageSource, Preparation
 from triaccel_ray.trainables.models import Stem, efficientnet_b0, resnet18
-from triaccel_ray.trainables.split import stratified_split
+from triaccel_ray.trainables.split import SPLIT_SEED, stratified_split
 from triaccel_ray.trainables.task import WITHIN_BUDGET, Purpose, Recipe, Splits, Task
 
-_SPLIT_SEED = 2026
-"""Seed of the splits, the same for all runs: whatever its own seed, a run is judged by the same samples."""
 _NUM_VALIDATION = 5_000
-# A GPU reads a batch of 96 from host memory in 10 us, from its own in 2 us; there the images would take 0.15 GB.
+# A GPU reads a batch of 96 from host memory in 10 us, from its own in 2 us. There, the images would take 0.15 GB.
 _EXECUTION = ExecutionConfig(data_on="host")
 _CHANNEL_MEAN = {10: (0.4914, 0.4822, 0.4465), 100: (0.5071, 0.4865, 0.4409)}
 _CHANNEL_STD = {10: (0.2470, 0.2435, 0.2616), 100: (0.2673, 0.2564, 0.2762)}
@@ -43,11 +41,11 @@ class CifarTask(Task):
     def data(self, purpose: Purpose) -> Splits:
         """Returns the samples for `purpose`; SEARCH does not read the file with test images, which need not exist."""
         is_final = purpose is Purpose.FINAL
-        folder = obtain(cifar_set(self.num_classes), self.data_dir, with_test=is_final)
+        folder = find_or_download(cifar_set(self.num_classes), self.data_dir, with_test=is_final)
         images, labels = folder.read_train()
         if is_final:
             return self._splits((images, labels), folder.read_test(), mirror_views=self.mirror_views)
-        train, validation = stratified_split(labels, _NUM_VALIDATION, _SPLIT_SEED)
+        train, validation = stratified_split(labels, _NUM_VALIDATION, SPLIT_SEED)
         return self._splits((images[train], labels[train]), (images[validation], labels[validation]))
 
     def _splits(

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from filelock import FileLock
 
-from triaccel_ray.trainables.cifar_files import HOMEPAGE, CifarFolder, CifarSet, find_complete, places
+from triaccel_ray.trainables.cifar_files import HOMEPAGE, CifarFolder, CifarSet, candidate_folders, find_complete
 
 _logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def default_data_dir() -> Path:
     return (cache if cache.is_absolute() else Path.home() / ".cache") / "triaccel" / "data"
 
 
-def obtain(cifar: CifarSet, data_dir: Path | None, *, with_test: bool) -> CifarFolder:
+def find_or_download(cifar: CifarSet, data_dir: Path | None, *, with_test: bool) -> CifarFolder:
     """Returns a folder with every needed file; downloads if no `data_dir` is given or the given one is empty.
 
     Raises:
@@ -111,7 +111,7 @@ def _unpack(archive: Path, goal: CifarFolder, staging: Path) -> None:
 
 def _explanation(cifar: CifarSet, root: Path, reason: str, *, with_test: bool) -> str:
     lines = [f"{cifar.title}: no complete set of files, and {reason}. Looked for all files of one of these lines:"]
-    for place in places(cifar, root):
+    for place in candidate_folders(cifar, root):
         missing, names = place.missing(with_test), place.needed(with_test)
         if place.path == root and missing == names and root.name != place.layout.folder:
             continue  # searched as well, but nothing suggests that the user meant it

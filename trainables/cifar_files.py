@@ -122,7 +122,7 @@ def cifar_set(num_classes: Literal[10, 100]) -> CifarSet:
     )
 
 
-def places(cifar: CifarSet, data_dir: Path) -> tuple[CifarFolder, ...]:
+def candidate_folders(cifar: CifarSet, data_dir: Path) -> tuple[CifarFolder, ...]:
     """Returns where the files may lie: in the published folders under `data_dir`, or in `data_dir` itself."""
     return tuple(
         CifarFolder(cifar=cifar, layout=layout, path=path)
@@ -133,7 +133,7 @@ def places(cifar: CifarSet, data_dir: Path) -> tuple[CifarFolder, ...]:
 
 def find_complete(cifar: CifarSet, data_dir: Path, *, with_test: bool) -> CifarFolder | None:
     """Returns the first place that has every needed file, or None; opens none of them."""
-    return next((place for place in places(cifar, data_dir) if not place.missing(with_test)), None)
+    return next((place for place in candidate_folders(cifar, data_dir) if not place.missing(with_test)), None)
 
 
 def _read_binary(path: Path, num_records: int, cifar: CifarSet) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:

@@ -8,12 +8,15 @@ from torch import Tensor, tensor
 
 from triaccel_ray.config import require
 
+SPLIT_SEED = 2026
+"""Seed of the splits, the same for all runs: whatever its own seed, a run is judged by the same samples."""
+
 
 def stratified_split(labels: Tensor, num_held_out: int, seed: int) -> tuple[Tensor, Tensor]:
     """Returns the indices of the samples kept and of those held out, both ascending int64 [n - h] and [h].
 
-    `labels` is an integer tensor [n], h is `num_held_out`. Of the n_c samples of class c, h n_c / n are held out,
-    rounded by the largest-remainder method so that they add up to exactly h.
+    `labels` is an integer tensor [n], h is `num_held_out`. Of the n_c samples of class c, h n_c / n are held out. The
+    largest-remainder method rounds these numbers, so that they add up to h.
 
     A hash of `seed` and a sample's index decides which samples of a class are held out. Unlike a random generator's
     stream, it is the same in every version of every library, so results stay comparable.

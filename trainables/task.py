@@ -168,6 +168,23 @@ class Task(ABC):
         )
 
 
+class SizedTask(Task):
+    """A task whose model and data are smaller on a CPU than on a GPU; a subclass may set each size by its name."""
+
+    _on_gpu: ClassVar[Mapping[str, int]]
+    """Name of each size -> its default on a GPU."""
+    _on_cpu: ClassVar[Mapping[str, int]]
+
+    def _size(self, name: str) -> int:
+        """Returns one size: the class's own, or the default for this machine."""
+        import torch
+
+        own: int | None = getattr(self, name)
+        if own is not None:
+            return own
+        return (self._on_gpu if torch.cuda.is_available() else self._on_cpu)[name]
+
+
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     """Returns parameter groups: weights of two or more dimensions, with weight decay; the others, with their own lr."""
     parameters = [p for p in model.parameters() if p.requires_grad]

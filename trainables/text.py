@@ -12,11 +12,10 @@ from torch.nn import functional as F
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, require
 from triaccel_ray.model.metrics import BITS_PER_BYTE, PERPLEXITY, Metric
-from triaccel_ray.trainables.task import WITHIN_BUDGET, Purpose, Recipe, Splits, Task, parameter_groups
+from triaccel_ray.trainables.task import WITHIN_BUDGET, Purpose, Recipe, SizedTask, Splits, parameter_groups
 from triaccel_ray.trainables.text_files import Windows, read_bytes, split_by_file, text_files
 
 NUM_BYTES = 256
-_ON_CPU = {"layers": 2, "width": 64, "heads": 4, "context": 64, "most_windows": 1 << 11}
 
 
 class Block(nn.Module):
@@ -77,7 +76,7 @@ class GPT(nn.Module):
         return logits
 
 
-class TextGpt(Task):
+class TextGpt(SizedTask):
     """A byte-level GPT on text, split by file into 80 % training, 10 % validation and 10 % test text.
 
     The text is the modules of the installed Python's standard library, or the files below `--data-dir`. The library
@@ -90,6 +89,9 @@ class TextGpt(Task):
     """The names of files below `--data-dir` that are text."""
     _on_gpu: ClassVar[Mapping[str, int]] = {
         "layers": 6, "width": 384, "heads": 6, "context": 256, "most_windows": 1 << 20,
+    }  # fmt: skip
+    _on_cpu: ClassVar[Mapping[str, int]] = {
+        "layers": 2, "width": 64, "heads": 4, "context": 64, "most_windows": 1 << 11,
     }  # fmt: skip
     # Sizes; None: the default for this machine.
     layers: ClassVar[int | None] = None
@@ -112,13 +114,6 @@ class TextGpt(Task):
     metrics: ClassVar[Mapping[str, Metric]] = {"bits_per_byte": BITS_PER_BYTE, "perplexity": PERPLEXITY}
     objective: ClassVar[str] = "bits_per_byte"
     unread: ClassVar[Collection[str]] = ("momentum", "nesterov")
-
-    def _size(self, name: str) -> int:
-        """Returns one size of the model or the data: the class's own, or the default for this machine."""
-        own: int | None = getattr(self, name)
-        if own is not None:
-            return own
-        return (self._on_gpu if torch.cuda.is_available() else _ON_CPU)[name]
 
     def _shape(self) -> dict[str, int]:
         return {name: self._size(name) for name in ("layers", "width", "heads", "context")}

@@ -14,7 +14,7 @@ from torch import Tensor
 from triaccel_ray.config import require
 from triaccel_ray.data.sources import DataSource
 
-_NOT_ITS_OWN = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 """Folders of the standard library that hold other packages, or its tests, which not every installation has."""
 _SHARE_HELD_OUT = 0.1
 """Share of the bytes for validation, and as much for testing."""
@@ -35,8 +35,9 @@ def text_files(folder: Path | None, pattern: str = "*") -> dict[str, Path]:
     found = {}
     for path in sorted(root.rglob("*.py" if folder is None else pattern)):
         parts = path.relative_to(root).parts
-        is_own = _NOT_ITS_OWN.isdisjoint(parts) if folder is None else not any(part.startswith(".") for part in parts)
-        if is_own and path.is_file() and path.stat().st_size:
+        is_hidden = any(part.startswith(".") for part in parts)
+        is_wanted = _SKIPPED_FOLDERS.isdisjoint(parts) if folder is None else not is_hidden
+        if is_wanted and path.is_file() and path.stat().st_size:
             found["/".join(parts)] = path
     if len(found) < len(PARTS):
         raise FileNotFoundError(

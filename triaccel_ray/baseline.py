@@ -48,8 +48,8 @@ class BaselineLoop(EpochLoop):
     ) -> None:
         """Takes the arguments of `ControlLoop`, with the method and batch size instead of thresholds.
 
-        `amp` is AMP's precision on a GPU, `accumulate` the number of micro-batches per batch, and `clip_norm` the
-        global norm to which larger gradients are scaled down.
+        `amp` is AMP's precision on a GPU, and `accumulate` the number of micro-batches per batch. Gradients whose
+        global norm exceeds `clip_norm` are scaled down to it.
 
         Raises:
             ValueError: the model has no layer, there are several ranks, or the budget leaves no memory for a batch.

@@ -290,8 +290,8 @@ class ExecutionConfig(_Checked):
     """When to use `torch.compile`. `auto`: on a GPU, for a model whose norms are not fused: its repeated blocks, or all
     of it. `on`: for the whole of any model, on a CPU, too. `off`: never."""
     fuse: bool = True
-    """Whether batch normalization, residual sum and activation run as one kernel, the gate of squeeze-and-excitation as
-    another, depthwise convolutions as Triton kernels; with `compile` `auto`, not if few layers have a BatchNorm2d."""
+    """Whether fused kernels run batch normalization with residual sum and activation, the gate of
+    squeeze-and-excitation, and depthwise convolutions. With `compile` `auto`, not if few layers have a BatchNorm2d."""
     recompute: bool = True
     """Whether a fused kernel's output that only one convolution reads is recomputed in the backward pass."""
     activations: Activations = "auto"
@@ -301,8 +301,8 @@ class ExecutionConfig(_Checked):
     """Whether cuDNN benchmarks its algorithms for every new batch size and precision. This takes 1 to 4 seconds each
     and makes steps 2 to 7% faster. It pays off in runs of minutes at one batch size."""
     data_on: DataPlace = "device"
-    """Where training samples given as tensors are stored: on the `device`, or in pinned memory of the `host`, from
-    which a GPU reads each batch (zero-copy). `host` saves device memory, at hardly more time for small samples."""
+    """Where training samples given as tensors are stored: on the `device`, or in pinned memory of the `host`. From
+    there, a GPU reads each batch (zero-copy). `host` saves device memory, at hardly more time for small samples."""
 
 
 @dataclass(frozen=True, kw_only=True)

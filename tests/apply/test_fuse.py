@@ -13,7 +13,8 @@ from tests.apply.fusible import Block, fused, step
 from tests.build import BF16, FP16, FP32, controlled, same, values
 from triaccel_ray.apply.fuse import Fusion
 from triaccel_ray.apply.fused_norm import RecomputedInput
-from triaccel_ray.control.weight_form import _is_to_be_compiled
+from triaccel_ray.control.weight_form import compiles
+from triaccel_ray.model.regions import unfused_because
 from triaccel_ray.trainables.models import efficientnet_b0, resnet18
 
 
@@ -58,7 +59,8 @@ def test_batch_norms_of_fewer_than_every_third_layer_are_not_fused_unless_compil
         fusion = loop._training._fuse()
         notes = [fault.detail for fault in loop._training.faults[before:]]
     is_compiled = not number and compile_ == "auto"
-    assert _is_to_be_compiled(model, config, torch.device("cuda")) == is_compiled
+    for is_fused in (not unfused_because(model), fusion is not None):  # as predicted, and as it is
+        assert compiles(config.execution, torch.device("cuda"), is_fused=is_fused) == is_compiled
     if is_compiled:
         assert fusion is None
         assert notes == ["1 BatchNorm2d for 4 layers are not fused: the model is faster compiled"]

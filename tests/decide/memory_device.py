@@ -10,9 +10,8 @@ from tests.decide.build import USUAL, memory_signal, out_of_memory
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import Decision
 from triaccel_ray.decide.memory import Measured, added_ms, cheapest_plan, modelled_bytes, sums_bytes
-from triaccel_ray.records.plan import Plan
+from triaccel_ray.records.plan import Plan, recomputing_all
 from triaccel_ray.records.signals import LayerSignal, MemoryProfile, RegionSignal
-from triaccel_ray.records.state import recomputing_all
 
 MIB = 2**20
 REGIONS = tuple("abcdef")

@@ -30,9 +30,8 @@ from triaccel_ray.decide.precision import (
     precision_for_variance,
     promoted,
 )
-from triaccel_ray.records.plan import Plan, Precision, Reason, ReasonCode
+from triaccel_ray.records.plan import Plan, Precision, Reason, ReasonCode, nearest_supported
 from triaccel_ray.records.signals import LayerSignal, Observation
-from triaccel_ray.records.state import nearest_supported
 
 LOW, HIGH = 1e-6, 1e-3
 VARIANCE = {FP16: 1e-8, BF16: 1e-5, FP32: 1e-1}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.decide.build import USUAL, observation_of, plan_of
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide import decide, initial_decision, replay
+from triaccel_ray.decide.calibration import BUDGET_SHARE
 from triaccel_ray.decide.weight_form import (
-    BUDGET_SHARE,
     PROCESS_BYTES,
     decide_form,
     needed_bytes,

@@ -14,7 +14,7 @@ from triaccel_ray.decide import initial_decision
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.search_spaces.thresholds import (
     ANCHOR,
-    BEYOND_DECADES,
+    MARGIN_DECADES,
     OPTIONAL,
     SPACES,
     Calibration,
@@ -77,7 +77,7 @@ def test_quantiles_interpolate_on_a_logarithmic_scale() -> None:
     assert calibrated_on.variances == (1e-6, 1e-4, 1e-2)
     found = [calibrated_on.quantile(q) for q in (0.0, 0.0625, 0.125, 0.3125, 0.5, 0.875, 0.9375, 1.0)]
     # Beyond what was seen at either end.
-    assert found == pytest.approx([1e-6 / 10.0**BEYOND_DECADES, 1e-7, 1e-6, 1e-5, 1e-4, 1e-2, 1e-1, 1.0])
+    assert found == pytest.approx([1e-6 / 10.0**MARGIN_DECADES, 1e-7, 1e-6, 1e-5, 1e-4, 1e-2, 1e-1, 1.0])
 
 
 def test_unusable_variances_are_left_out_and_none_at_all_are_refused() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from triaccel_ray.trainables.cifar_download import default_data_dir, obtain
+from triaccel_ray.trainables.cifar_download import default_data_dir, find_or_download
 from triaccel_ray.trainables.cifar_files import HOMEPAGE, CifarSet, cifar_set
 
 CIFAR10, CIFAR100 = cifar_set(10), cifar_set(100)
@@ -68,7 +68,7 @@ def test_an_empty_folder_is_filled_by_download_and_nothing_lands_outside(
 ) -> None:
     cifar = _served_set(served, [*_official_names(), "../escaped", str(tmp_path / "escaped-too")])
     data_dir = tmp_path / "data"
-    found = obtain(cifar, data_dir, with_test=True)
+    found = find_or_download(cifar, data_dir, with_test=True)
     assert found.path == data_dir / "cifar-10-batches-py"
     assert {path.name for path in found.path.iterdir()} == {*found.needed(with_test=True)}
     assert (found.path / "test_batch").read_text() == "cifar-10-batches-py/test_batch"
@@ -81,9 +81,9 @@ def test_the_default_is_a_cache_that_is_filled_once(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     cifar = _served_set(served, _official_names())
-    first = obtain(cifar, None, with_test=False)
+    first = find_or_download(cifar, None, with_test=False)
     assert first.path.parent == default_data_dir() == tmp_path / "cache" / "triaccel" / "data"
-    assert obtain(dataclasses.replace(cifar, url=NOBODY), None, with_test=True).path == first.path
+    assert find_or_download(dataclasses.replace(cifar, url=NOBODY), None, with_test=True).path == first.path
     monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")  # relative, hence ignored
     assert default_data_dir() == Path.home() / ".cache" / "triaccel" / "data"
 
@@ -92,7 +92,7 @@ def test_processes_that_start_together_download_once(tmp_path: Path, served: tup
     cifar = _served_set(served, _official_names())
     results = []
     threads = [
-        threading.Thread(target=lambda: results.append(obtain(cifar, tmp_path / "data", with_test=True)))
+        threading.Thread(target=lambda: results.append(find_or_download(cifar, tmp_path / "data", with_test=True)))
         for _ in range(4)
     ]
     for thread in threads:
@@ -108,7 +108,7 @@ def test_a_failed_download_names_every_file_the_source_and_the_option_and_can_be
     data_dir, archive = tmp_path / "data", served[0] / "archive.tar.gz"
     for cifar in (CIFAR10, CIFAR100):
         with pytest.raises(FileNotFoundError) as error:
-            obtain(dataclasses.replace(cifar, url=NOBODY), data_dir, with_test=True)
+            find_or_download(dataclasses.replace(cifar, url=NOBODY), data_dir, with_test=True)
         for layout in (cifar.python, cifar.binary):
             names = ", ".join((*layout.train, layout.test))
             assert f"{data_dir / layout.folder}: {names} (none found)" in str(error.value)
@@ -118,9 +118,9 @@ def test_a_failed_download_names_every_file_the_source_and_the_option_and_can_be
     cifar = _served_set(served, _official_names())
     archive.rename(served[0] / "moved")
     with pytest.raises(FileNotFoundError, match="HTTPError: HTTP Error 404"):
-        obtain(cifar, data_dir, with_test=False)
+        find_or_download(cifar, data_dir, with_test=False)
     (served[0] / "moved").rename(archive)
-    assert obtain(cifar, data_dir, with_test=False).missing(with_test=True) == ()
+    assert find_or_download(cifar, data_dir, with_test=False).missing(with_test=True) == ()
 
 
 @pytest.mark.parametrize(
@@ -134,15 +134,15 @@ def test_another_archive_is_refused(
     names: list[str], md5: str | None, message: str, tmp_path: Path, served: tuple[Path, str]
 ) -> None:
     with pytest.raises(FileNotFoundError, match=message):
-        obtain(_served_set(served, names, md5), tmp_path / "data", with_test=False)
+        find_or_download(_served_set(served, names, md5), tmp_path / "data", with_test=False)
     assert not list(tmp_path.glob("data/*/data_batch_1"))
 
 
 def test_nothing_is_downloaded_beside_a_users_files_nor_where_there_is_no_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"absent is not an existing folder(.|\n)*data_batch_1.bin"):
-        obtain(CIFAR10, tmp_path / "absent", with_test=False)
+        find_or_download(CIFAR10, tmp_path / "absent", with_test=False)
     (tmp_path / "data" / "data_batch_1.bin").touch()
     with pytest.raises(FileNotFoundError, match="is not empty, so nothing was downloaded") as error:
-        obtain(CIFAR10, tmp_path / "data", with_test=False)
+        find_or_download(CIFAR10, tmp_path / "data", with_test=False)
     assert "(not found: data_batch_2.bin, data_batch_3.bin, data_batch_4.bin, data_batch_5.bin)" in str(error.value)
     assert [path.name for path in tmp_path.rglob("*")] == ["data", "data_batch_1.bin"]

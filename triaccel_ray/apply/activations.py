@@ -24,9 +24,8 @@ from triaccel_ray.cuda.random_states import default_generator
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.model.pytree import tensors_in
 from triaccel_ray.model.regions import Call, wrapped_calls
-from triaccel_ray.records.plan import Fault, FaultKind, Storage
+from triaccel_ray.records.plan import Fault, FaultKind, Storage, recomputing_all
 from triaccel_ray.records.signals import RegionSignal
-from triaccel_ray.records.state import recomputing_all
 
 _SELECTIVE = [each for each in Storage if each.is_selective]
 

@@ -9,8 +9,7 @@ from typing import Any
 from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.plan import Applied, Fault, FaultKind, Plan, Precision, Storage
-from triaccel_ray.records.state import nearest_supported
+from triaccel_ray.records.plan import Applied, Fault, FaultKind, Plan, Precision, Storage, nearest_supported
 
 
 class Actuators:

@@ -13,7 +13,7 @@ from triaccel_ray.config import ControlConfig
 from triaccel_ray.control.training import Training
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.random_states import preserved_random_states
-from triaccel_ray.decide.curvature import DRY_RUN_S, has_share, is_shown_only, measuring_share
+from triaccel_ray.decide.curvature import DRY_RUN_S, has_share, is_logged_only, measuring_share
 from triaccel_ray.measure.curvature.meter import CurvatureMeter
 from triaccel_ray.measure.sensors import Sensors
 from triaccel_ray.measure.timing import TimeShare
@@ -48,7 +48,7 @@ class ScheduledCurvature:
         is_shared = has_share(config, self._device.type)
         self._share = TimeShare(self._device, measuring_share(config) if is_shared else None)
         # A budget has room for the kernels that a dry run loads before the first step only.
-        self._defers_dry_run = is_shared and is_shown_only(config) and not training.memory.has_budget
+        self._defers_dry_run = is_shared and is_logged_only(config) and not training.memory.has_budget
         self._was_dry_run = self._was_tried = False
 
     def is_due(self, step: int) -> bool:
@@ -81,7 +81,7 @@ class ScheduledCurvature:
     def measure(self, step: int, *, is_awaited: bool = False) -> None:
         """Measures the largest eigenvalues of every layer and the noise scale, or records why it does not.
 
-        With `is_awaited`, the batch waits for the noise scale: measurements may take all of `max_overhead`, and a dry
+        With `is_awaited`, the batch waits for the noise scale. Measurements may then take all of `max_overhead`. A dry
         run starts at once, because it shows what a measurement costs.
         """
         if self._share.share is not None:
@@ -98,7 +98,7 @@ class ScheduledCurvature:
             yield
 
     def _measure(self, step: int, *, is_awaited: bool) -> None:
-        if not self._was_tried and (is_awaited or not is_shown_only(self._config)):
+        if not self._was_tried and (is_awaited or not is_logged_only(self._config)):
             self._share.expect(0.0)  # a dry run, which loads kernels, says nothing about a measurement
         cannot = bool(self.meter.off_because) or self._waits(step)
         if self._training.ranks.any(cannot):  # all measure at once, or each would wait for the others in turn

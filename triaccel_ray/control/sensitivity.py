@@ -28,7 +28,7 @@ from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision
 _NUM_SAMPLES_NEW, _NUM_SAMPLES_TRAINED = 8, 32
 """Samples on which a new model and one in training are checked. Logits of many long texts would take more memory than a
 step."""
-_PART = 2**24
+_CHUNK_ELEMENTS = 2**24
 """Outputs compared at once: logits of long texts would take several times the memory of a step."""
 Precisions = Mapping[str, Precision]
 
@@ -193,7 +193,7 @@ def _relative_change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float
     """
     changes, norms = list[Tensor](), list[Tensor]()
     flat = ((one.flatten(), other.flatten()) for one, other in zip(before, after, strict=True))
-    parts = (zip(one.split(_PART), other.split(_PART), strict=True) for one, other in flat)
+    parts = (zip(one.split(_CHUNK_ELEMENTS), other.split(_CHUNK_ELEMENTS), strict=True) for one, other in flat)
     for one, other in chain.from_iterable(parts):
         is_lost = (one.isnan() & other.isnan()) | ((one == other) & one.isinf())
         is_low = (one < -5e3) & ((one - other).abs() <= 0.01 * one.abs())

@@ -29,7 +29,7 @@ from triaccel_ray.apply.weights import ComputeCopies, Weights, parameters_of_one
 from triaccel_ray.config import ControlConfig, check_field, require
 from triaccel_ray.control.consensus import joined_ranks
 from triaccel_ray.control.update import TrainingUpdate
-from triaccel_ray.control.weight_form import CheckedTask, parameter_signal
+from triaccel_ray.control.weight_form import CheckedTask, compiles, parameter_signal
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.cuda.out_of_memory import MemoryBudget
 from triaccel_ray.cuda.stream_pool import PooledStream
@@ -45,7 +45,7 @@ from triaccel_ray.model.regions import blocks_to_compile, find_regions, have_num
 from triaccel_ray.records.plan import Fault, FaultKind, Precision, Storage
 from triaccel_ray.records.signals import ParameterSignal
 
-_PLAIN = {"weights": "fp32", "step_in_backward": False, "optimizer_state": "fp32", "shard_optimizer": False}
+_WITHOUT_KERNEL = {"weights": "fp32", "step_in_backward": False, "optimizer_state": "fp32", "shard_optimizer": False}
 """Setting that needs the optimizer's kernel -> its value without one."""
 _Limits = tuple[int | None, int | None]
 
@@ -198,7 +198,6 @@ class Training:
         execution = self._config.execution
         on_gpu = self.device.type == "cuda"
         fusion = self._fuse() if on_gpu and execution.compile != "on" and execution.fuse else None
-        compiles = execution.compile == "on" or (execution.compile == "auto" and on_gpu and fusion is None)
         weights = self._split_weights or Weights()
         if on_gpu and self._split_weights is None and buckets is None and not is_compiled(self.model):
             weights = ComputeCopies(self.layers, self.optimizer.parameters)
@@ -212,7 +211,7 @@ class Training:
             self._stepper = StepInBackward(parameters, weights, update.begin, update.take)
         peers = Agreement(self.ranks)
         reduction = None if self.ranks.is_alone else self._reduction(precision, peers)
-        compilation = self._compile() if compiles else None
+        compilation = self._compile() if compiles(execution, self.device, is_fused=fusion is not None) else None
         step = Step(
             self.model,
             self.loss,
@@ -253,7 +252,7 @@ class Training:
 
     def _require_kernel(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ValueError if a setting needs kernels that do not support the optimizer."""
-        for name, plain in _PLAIN.items():
+        for name, plain in _WITHOUT_KERNEL.items():
             value = getattr(self._config, name)
             rule = (
                 "needs SGD, or Adam or AdamW with fused=True, without dampening, amsgrad, maximize, differentiable, "

@@ -14,9 +14,10 @@ from triaccel_ray.apply.optimizer import watched_parameters
 from triaccel_ray.apply.precision import fp8_layers, refused_precisions, supported_precisions
 from triaccel_ray.apply.step_in_backward import buckets_of
 from triaccel_ray.apply.weights import multiplied_parameters, parameters_of_one
-from triaccel_ray.config import ControlConfig
+from triaccel_ray.config import ControlConfig, ExecutionConfig
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.data.sources import DataSource, TensorSource
+from triaccel_ray.decide.initial import initial_decision
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.kernels.multi_tensor import is_dense
 from triaccel_ray.measure.saved_bytes import counting_saved_bytes
@@ -27,7 +28,6 @@ from triaccel_ray.model.regions import unfused_because
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.records.signals import ParameterSignal
-from triaccel_ray.records.state import initial_decision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,9 @@ def _precisions(
     model: nn.Module, layers: Sequence[Layer], config: ControlConfig, device: torch.device
 ) -> tuple[dict[str, Precision], bool]:
     """Returns the precision in which each layer starts, and whether any may compute in FP16 later."""
-    compiled = is_compiled(model) or _is_to_be_compiled(model, config, device)
+    execution = config.execution
+    may_fuse = execution.fuse and not unfused_because(model)  # else it is compiled for certain
+    compiled = is_compiled(model) or compiles(execution, device, is_fused=may_fuse)
     in_fp8 = fp8_layers(layers, config.precision, device)
     without = refused_precisions(config.precision, device, is_compiled=compiled, in_fp8=in_fp8)
     supported = [(layer.name, supported_precisions(layer, without=without, in_fp8=in_fp8)) for layer in layers]
@@ -103,12 +105,9 @@ def _precisions(
     return dict(levels), may_use_fp16
 
 
-def _is_to_be_compiled(model: nn.Module, config: ControlConfig, device: torch.device) -> bool:
-    """Returns whether the model is compiled for certain, as `Training` decides; fused norms may be refused later."""
-    execution = config.execution
-    if execution.compile != "auto":
-        return execution.compile == "on"
-    return device.type == "cuda" and (not execution.fuse or bool(unfused_because(model)))
+def compiles(execution: ExecutionConfig, device: torch.device, *, is_fused: bool) -> bool:
+    """Returns whether the model is to be compiled, given whether its norms are fused."""
+    return execution.compile == "on" or (execution.compile == "auto" and device.type == "cuda" and not is_fused)
 
 
 def _saved_bytes(task: CheckedTask, device: torch.device) -> tuple[int, str]:

@@ -16,8 +16,6 @@ from triaccel_ray.records.state import BatchState, Change
 GIB = 2.0**30
 _SMALLEST_SPLIT = 4
 """Smaller micro-batches are not split just for speed: batch normalization cannot take single samples."""
-
-
 _MAX_REFINEMENTS = 3
 """Batch sizes that are timed between two doublings: each halves the interval that holds the efficient size."""
 
@@ -77,12 +75,11 @@ def retreat(
 ) -> BatchDecision | None:
     """Returns a smaller batch, or one in micro-batches, if failures of this interval require it; else None.
 
-    The new size is the largest of the ladder that fits on the device, lies below the size that failed and does not
-    exceed the current one. It caps the batch size for `oom_cooldown_ticks`. If the smallest size fits only in
-    micro-batches, it keeps micro-batches that are no larger than those. A step that ran, but lacked the memory to be a
-    CUDA graph, counts as failed if the batch is elastic and a smaller size is left. A batch of fixed size is split into
-    halves instead, unless the memory planner finds a better plan (`plans`). If the interval also has an out-of-memory
-    error, only that counts.
+    The new size is the largest of the ladder that fits on the device, below the size that failed and not above the
+    current one. It caps the batch size for `oom_cooldown_ticks`. If the smallest size fits only in micro-batches, it
+    keeps micro-batches that are no larger than those. A step that ran, but lacked the memory to be a CUDA graph, counts
+    as failed if an elastic batch can still shrink. A batch of fixed size is split into halves instead, unless the
+    memory planner finds a better plan (`plans`). If the interval also has an out-of-memory error, only that counts.
 
     With `keeps_size` the batch stays, in micro-batches of the size that passed: recomputation saves the memory.
     """
@@ -142,12 +139,12 @@ def decide_batch(
 ) -> BatchDecision:
     """Returns the batch of the next interval (Tri-Accel, section 3.3).
 
-    It shrinks by one step, and grows to the size that `choose_size` returns of those that fit: by one step, as in the
-    paper, or further. If `choose_size` returns a reason, the batch stays.
+    It shrinks by one step. `choose_size` gets the sizes that fit, and returns the one to grow to, by one step, as in
+    the paper, or further. If it returns a reason, the batch stays.
 
     Growth waits with `is_unjudged`: the last change of plan is not judged by its step times yet. It also waits with
-    `enlarged`: a precision was raised at this tick, or could not be, so the memory measured is not what a larger batch
-    would find. And it waits for the reason `hold`, if there is one. A size that used too much memory is barred for
+    `enlarged`: a precision was raised at this tick, or could not be. A larger batch would then take other memory than
+    measured. And it waits for the reason `hold`, if there is one. A size that used too much memory is barred for
     `oom_cooldown_ticks`, as after an out-of-memory error. Otherwise, a step wider than the band between rho_low and
     rho_high would oscillate forever.
     """

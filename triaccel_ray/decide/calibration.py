@@ -9,23 +9,23 @@ from statistics import median
 from triaccel_ray.decide.batch import GIB
 from triaccel_ray.decide.memory import Measured, added_ms, modelled_bytes, sums_bytes
 from triaccel_ray.decide.throughput import Judgement
-from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode
+from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode, largest_micro_batch
 from triaccel_ray.records.signals import MemoryProfile, MemorySignal, Observation
 from triaccel_ray.records.state import MemoryState, PassTiming, PeakReading, Stored
 
 _TIGHT_SHARE = 0.99
-"""Share of the attainable memory above which a smaller plan is chosen: more than `_BUDGET_SHARE`, or small errors would
+"""Share of the attainable memory above which a smaller plan is chosen: more than `BUDGET_SHARE`, or small errors would
 undo each plan."""
 BARRED_SHARE = 0.95
 """After a plan failed, others must take less than this share of its bytes by the model."""
-_BUDGET_SHARE = 0.97
-"""Share of the attainable memory that a plan may be predicted to take."""
+BUDGET_SHARE = 0.97
+"""Share of the attainable memory that a plan, or a step with weights in the plain form, may be predicted to take."""
 _SHARE_PER_FAILURE = 0.04
-"""What each plan that ran short although predicted to fit takes off that share: three cover errors of 12 %."""
-_LEAST_SHARE = 0.8
-"""The least that failures leave of that share."""
-_MORE_SHARE = 1.05
-"""Growth of the attainable memory from which on an earlier failure no longer counts."""
+"""Reduction of that share for each plan that ran short although predicted to fit; three cover errors of 12 %."""
+_MIN_BUDGET_SHARE = 0.8
+"""Lower bound of that share, however many plans ran short."""
+_RECOVERED_RATIO = 1.05
+"""Attainable memory, as a multiple of that at an earlier failure, from which on the failure no longer counts."""
 _BYTES_TOLERANCE, _MS_TOLERANCE = 0.05, 0.10
 """Relative differences between prediction and measurement from which on they are reported."""
 
@@ -61,7 +61,7 @@ def _bytes_per_sample(observation: Observation, profile: MemoryProfile, other: P
     plan = observation.plan
     if other is None or other.batch_size != plan.batch_size:
         return 0
-    further = plan.micro_batch_size - -(-plan.batch_size // other.stored.num_micro_batches)
+    further = plan.micro_batch_size - largest_micro_batch(plan.batch_size, other.stored.num_micro_batches)
     beyond = observation.memory.window_peak_bytes - bytes_of(profile, Stored.under(plan), plan)
     other_beyond = other.peak_bytes - bytes_of(profile, other.stored, plan)
     return max(math.ceil((beyond - other_beyond) / further), 0) if further else 0
@@ -69,13 +69,13 @@ def _bytes_per_sample(observation: Observation, profile: MemoryProfile, other: P
 
 def budget_bytes(observation: Observation, state: MemoryState) -> int:
     """Returns what a plan may be predicted to take, which is less after plans that ran short."""
-    share = max(_BUDGET_SHARE - _SHARE_PER_FAILURE * state.times_short, _LEAST_SHARE)
+    share = max(BUDGET_SHARE - _SHARE_PER_FAILURE * state.times_short, _MIN_BUDGET_SHARE)
     return math.floor(share * observation.memory.attainable_bytes)
 
 
 def forget_shortage(memory: MemorySignal, state: MemoryState) -> MemoryState:
     """Returns the state without plans that failed or ran short if clearly more memory is attainable than then."""
-    is_past = memory.attainable_bytes > _MORE_SHARE * state.short_at_bytes
+    is_past = memory.attainable_bytes > _RECOVERED_RATIO * state.short_at_bytes
     if not (is_past and (state.times_short or state.failed)):
         return state
     return replace(state, times_short=0, failed=None, cap_ticks_left=0, times_failed=0, examined_bytes=None)
@@ -169,7 +169,7 @@ def remember_plan(observation: Observation, judged: Judgement, new: Plan, state:
 
 def bytes_of(profile: MemoryProfile, stored: Stored, plan: Plan) -> int:
     """Returns the model's bytes, sums of gradients included, of the batch of `plan` when stored as `stored` says."""
-    saved = modelled_bytes(profile, stored.storage, -(-plan.batch_size // stored.num_micro_batches))
+    saved = modelled_bytes(profile, stored.storage, largest_micro_batch(plan.batch_size, stored.num_micro_batches))
     return saved + sums_bytes(profile, stored.num_micro_batches)
 
 

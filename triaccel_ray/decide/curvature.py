@@ -19,11 +19,11 @@ most layers for 1,800 steps. In ResNet-18 they are at most 10.4 times the averag
 
 DRY_RUN_S = 2.0
 """Seconds that a dry run is assumed to take on a GPU: most are spent on loading kernels that no step uses."""
-SHOWN_SHARE = 0.25
+LOGGED_ONLY_SHARE = 0.25
 """Part of `max_overhead` for curvature that is measured for the log alone."""
 
 
-def is_shown_only(config: ControlConfig) -> bool:
+def is_logged_only(config: ControlConfig) -> bool:
     """Returns whether measurements change no learning rate and no precision; they may still bound the batch."""
     scales_by_noise = config.batch.lr_rule == "adascale"
     return config.curvature.alpha == 0.0 and math.isinf(config.curvature.tau_curv) and not scales_by_noise
@@ -36,7 +36,7 @@ def has_share(config: ControlConfig, device_type: str) -> bool:
 
 def measuring_share(config: ControlConfig, *, is_awaited: bool = False) -> float:
     """Returns the share of the training time for measurements: all of `max_overhead` if the batch waits for one."""
-    return config.max_overhead * (SHOWN_SHARE if is_shown_only(config) and not is_awaited else 1.0)
+    return config.max_overhead * (LOGGED_ONLY_SHARE if is_logged_only(config) and not is_awaited else 1.0)
 
 
 def remember_curvature(

@@ -1,7 +1,8 @@
 """The memory planner: predicts what a plan of storage costs, and finds the cheapest plan that fits.
 
-The regions' saved tensors are kept, recomputed alone or in segments of several regions (Chen et al. 2016, "Training
-Deep Nets with Sublinear Memory Cost"), recomputed in part (Korthikanti et al. 2022), or offloaded to the host and
+The regions' saved tensors are kept, recomputed or offloaded. They are recomputed alone or in segments of several
+regions (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), or in part, where the compiler chooses
+what is cheap (Korthikanti et al. 2022). They are offloaded to the host and
 prefetched one region ahead (AccUDNN, Guo et al. 2018). AccUDNN's performance model chooses what to swap. Here
 recomputation and micro-batches compete with it, and measurements calibrate the model.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from triaccel_ray.decide.segments import joined, segmentations
 from triaccel_ray.decide.storage_search import END, ONE_NS, Region, cheapest_storages, region_of, segment_of
-from triaccel_ray.records.plan import Plan, Storage
+from triaccel_ray.records.plan import Plan, Storage, largest_micro_batch
 from triaccel_ray.records.signals import MemoryProfile, RegionSignal
 
 KEEP, RECOMPUTE, OFFLOAD, JOIN, *SELECTIVE = Storage
@@ -68,13 +69,15 @@ class MemoryPlan:
 def modelled_bytes(profile: MemoryProfile, storage: Mapping[str, Storage], micro_batch_size: int) -> int:
     """Returns the largest number of bytes that the regions' saved tensors take at once.
 
-    With held(i) the bytes of region i between the passes (saved_bytes, input_bytes or what cannot be offloaded):
-    max over i of sum_{j<i} held(j) + saved_bytes(i) + gradients(i) + offloadable_bytes(i-1) if that is offloaded, for
-    its copy is under way while region i runs, in either pass. A segment runs as one region that saves what its regions
-    save, and holds the inputs of the first. Bytes are proportional to the micro-batch size.
+        max over i of  sum_{j<i} held(j) + saved_bytes(i) + gradients(i) + moving(i)
+
+    held(j) are the bytes of region j between the passes: saved_bytes, input_bytes or what cannot be offloaded.
+    moving(i) are offloadable_bytes(i-1) if region i-1 is offloaded, else 0: its copy is under way while region i runs,
+    in either pass. A segment runs as one region that saves what its regions save, and holds the inputs of the first.
+    Bytes are proportional to the micro-batch size.
 
     gradients(i) = min(2 * max(input_bytes(i), input_bytes(i+1)), saved_bytes(i)) stands for the gradients of the
-    region's output, which is the input of the next one, and of its input: its backward pass holds two tensors of the
+    region's input and output. The output is the input of the next region. The backward pass holds two tensors of the
     larger size at once. The bound is for regions that cannot be recomputed, whose input_bytes are their saved_bytes.
     """
     return -(-_peak_bytes(profile, storage) * micro_batch_size // profile.micro_batch_size)
@@ -108,10 +111,10 @@ def added_ms(profile: MemoryProfile, storage: Mapping[str, Storage], batch_size:
     """Returns the milliseconds that recomputation and transfers add to a step of `batch_size` samples.
 
     A recomputed region adds its forward pass, in a segment or alone, or a share of it (`region_of`). The copy of an
-    offloaded region i to the host starts with the forward pass of region i+1, and region i+2 waits for it; the copy
+    offloaded region i to the host starts with the forward pass of region i+1, and region i+2 waits for it. The copy
     back starts with the backward pass of region i+1, and that of region i waits for it. So each copy is exposed by what
-    it takes longer than region i+1, and copies never queue.
-    Times are proportional to samples: the number of micro-batches does not change their sum.
+    it takes longer than region i+1, and copies never queue. Times are proportional to samples: the number of
+    micro-batches does not change their sum.
     """
     return _per_batch(profile, _added_ns(_regions(profile, storage), _kinds(profile, storage)), batch_size)
 
@@ -122,7 +125,7 @@ def predict(
     """Returns the predicted cost of a plan: what is measured under the plan in force, plus the model's difference."""
     old = measured.plan
     now = modelled_bytes(profile, old.storage, old.micro_batch_size)
-    new = modelled_bytes(profile, storage, -(-old.batch_size // num_micro_batches))
+    new = modelled_bytes(profile, storage, largest_micro_batch(old.batch_size, num_micro_batches))
     new += _beyond_model_bytes(profile, measured, num_micro_batches)
     ms = measured.step_ms
     if ms is not None:
@@ -144,8 +147,8 @@ def cheapest_plan(
     """Returns the fastest plan by `predict` whose predicted peak fits; None if none fits.
 
     Of plans that are equally fast it returns one with the fewest micro-batches, then the fewest changed regions. If
-    micro-batches would change the results, it returns the fastest of those with the fewest micro-batches that take at
-    most `UNDIVIDED_SHARE` times as long as the fastest of all.
+    micro-batches would change the results, plans may take `UNDIVIDED_SHARE` times as long as the fastest. Of these, it
+    returns the fastest of those with the fewest micro-batches.
 
     Args:
         profile: costs of the regions.
@@ -168,7 +171,8 @@ def cheapest_plan(
             break  # more parts are slower, or not faster by enough
         bound = room - _beyond_model_bytes(profile, measured, parts)
         bound = bound if most_bytes is None else min(bound, most_bytes - sums_bytes(profile, parts))
-        storage = _cheapest_storage(profile, choices, bound * profile.micro_batch_size // -(-plan.batch_size // parts))
+        per_profile = bound * profile.micro_batch_size // largest_micro_batch(plan.batch_size, parts)
+        storage = _cheapest_storage(profile, choices, per_profile)
         if storage is None:
             continue
         storage_ms = added_ms(profile, storage, plan.batch_size)
@@ -254,7 +258,7 @@ def _expected_pass_ms(profile: MemoryProfile, measured: Measured) -> float:
 def _beyond_model_bytes(profile: MemoryProfile, measured: Measured, num_micro_batches: int) -> int:
     """Returns what another number of micro-batches adds to the peak beyond the model: sums, and what was measured."""
     plan = measured.plan
-    further_samples = -(-plan.batch_size // num_micro_batches) - plan.micro_batch_size
+    further_samples = largest_micro_batch(plan.batch_size, num_micro_batches) - plan.micro_batch_size
     sums = sums_bytes(profile, num_micro_batches) - sums_bytes(profile, plan.num_micro_batches)
     return sums + measured.bytes_per_sample * further_samples
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from triaccel_ray.config import PrecisionConfig
 from triaccel_ray.decide.throughput import barred_precision
-from triaccel_ray.records.plan import MINIMUM_LOSS_SCALE, Precision, Reason, ReasonCode
+from triaccel_ray.records.plan import MINIMUM_LOSS_SCALE, Precision, Reason, ReasonCode, nearest_supported
 from triaccel_ray.records.signals import LayerSignal, Observation
-from triaccel_ray.records.state import ControlState, LayerState, bf16_or_fp16, nearest_supported
+from triaccel_ray.records.state import ControlState, LayerState
 
 
 def precision_for_variance(
@@ -22,6 +22,11 @@ def precision_for_variance(
     if variance < config.tau_low:
         return Precision.FP8 if Precision.FP8 in supported else Precision.FP16
     return bf16_or_fp16(supported, has_bf16=has_bf16) if variance < config.tau_high else Precision.FP32
+
+
+def bf16_or_fp16(supported: Collection[Precision], *, has_bf16: bool) -> Precision:
+    """Returns BF16, or FP16 if that is supported and no layer has BF16: on GPUs older than Ampere, as AMP does."""
+    return Precision.FP16 if Precision.FP16 in supported and not has_bf16 else Precision.BF16
 
 
 def promoted(precision: Precision) -> Precision:
@@ -38,8 +43,8 @@ def decide_precision(
     consecutive votes. Each change requires a new step to be built, and a variance that drifts through a threshold
     crosses it more than once. Curvature promotes and releases at once, because it is measured rarely anyway.
 
-    Without `may_lower` no layer is demoted by the variance rule now, nor tried again where it was slower, for example
-    because the last change is not judged yet.
+    Without `may_lower`, for example because the last change is not judged yet, the variance rule demotes no layer. Nor
+    does a layer return to a precision in which it was slower.
     """
     if not config.enabled:
         return _keep_but_leave_fp16(observation, layers)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from triaccel_ray.config import ControlConfig
+from triaccel_ray.decide.initial import initial_decision
 from triaccel_ray.decide.tick import decide
 from triaccel_ray.records.signals import Observation
-from triaccel_ray.records.state import Decision, initial_decision
+from triaccel_ray.records.state import Decision
 
 
 @dataclass(frozen=True, kw_only=True)

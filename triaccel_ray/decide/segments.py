@@ -8,8 +8,8 @@ from triaccel_ray.records.plan import Storage
 from triaccel_ray.records.signals import RegionSignal
 
 _LIMITS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-"""Most bytes that a segment of several regions saves, over those of the region that saves most: they exist at once
-while the segment is recomputed."""
+"""Most bytes that a segment of several regions saves, as multiples of those of the region that saves most. All of them
+exist at once while the segment is recomputed."""
 
 Segment = tuple[RegionSignal, ...]
 
@@ -17,8 +17,8 @@ Segment = tuple[RegionSignal, ...]
 def segmentations(regions: Sequence[RegionSignal], recomputable: Collection[str]) -> list[list[Segment]]:
     """Returns ways to split the regions into segments of neighbors, short ones first; none if no region can join.
 
-    Each way fills segments up to a limit on saved bytes, in the order of the regions (compare Chen et al. 2016, who try
-    several such limits). A region that cannot join begins a segment.
+    Each way fills segments up to a limit on saved bytes, in the order of the regions. (Chen et al. 2016 try several
+    limits, too.) A region that cannot join begins a segment.
     """
     ways: list[list[Segment]] = []
     most = max((region.saved_bytes for region in regions), default=0)

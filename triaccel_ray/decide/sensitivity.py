@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 _MAX_OUTPUT_CHANGE = 0.1
 """Relative change of the outputs above which a layer needs a higher precision. On CPUs, BF16 changes the outputs of 67
-new models of timm and transformers by at most 0.05 (NFNet-F0), those of a SIREN by 0.4 to 1.4."""
+new models of timm and transformers by at most 0.05 (NFNet-F0). Those of a SIREN change by 0.4 to 1.4."""
 _MAX_LOSS_INCREASE = 0.1
 """Relative increase of the loss above which a layer needs a higher precision."""
 

@@ -19,6 +19,7 @@ from triaccel_ray.decide.calibration import (
     measure,
     timed_pass_ms,
 )
+from triaccel_ray.decide.initial import storage_of_all
 from triaccel_ray.decide.memory import (
     JOIN,
     OFFLOAD,
@@ -32,18 +33,18 @@ from triaccel_ray.decide.memory import (
     sums_bytes,
 )
 from triaccel_ray.decide.throughput import Judgement, expected_cost_ms
-from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode, Storage
+from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode, Storage, recomputing_all
 from triaccel_ray.records.signals import MemoryProfile, Observation
-from triaccel_ray.records.state import MemoryState, Stored, ThroughputState, UnpaidPlan, recomputing_all, storage_of_all
+from triaccel_ray.records.state import MemoryState, Stored, ThroughputState, UnpaidPlan
 
-_MOST_SHORT = 2
+_MAX_TIMES_SHORT = 2
 """Number of plans in a row that may run short although predicted to fit, before no other is tried during the bar."""
 _FASTER_SHARE = 0.97
 """A plan replaces the one in force if its predicted time is at most this share of the time now: medians vary by 1 %.
 One that keeps everything of the undivided batch must only be no slower."""
-_MOST_DOUBLINGS = 5
+_MAX_DOUBLINGS = 5
 """How often the ticks for which plans are barred double at most."""
-_SEARCH_AGAIN = 0.02
+_ROOM_TOLERANCE = 0.02
 """Relative change of the room for saved tensors from which on a search is repeated that found nothing."""
 
 
@@ -90,10 +91,10 @@ def decide_storage(
       first to show what a micro-batch costs.
     - Where memory is nearly exhausted, because other processes took it, the cheapest plan that still fits is chosen.
     - Otherwise the cheapest plan is chosen if it is faster and saves more time than it costs. It is chosen anyway if it
-      undoes micro-batches that change the results, which `cheapest_plan` prefers up to a limit, or keeps everything of
-      an elastic batch that memory lets grow.
-    - After plans ran short although predicted to fit, the margin grows, and after two in a row none is tried for the
-      ticks of the bar.
+      undoes micro-batches that change the results, as far as `cheapest_plan` prefers this. So is one that keeps
+      everything of an elastic batch that memory lets grow.
+    - After plans ran short although predicted to fit, the margin grows. After two in a row, none is tried for the ticks
+      of the bar.
 
     Without `revert_slowdowns` timings decide nothing: what an error has led to stays.
     """
@@ -154,18 +155,18 @@ def _planned(
     profile, in_use = observation.profile, is_planned(config, observation)
     if profile is None:
         return unchanged
-    planning = _Planning(config, observation, profile, measure(observation, profile, judged, unchanged.state))
+    planner = _Planner(config, observation, profile, measure(observation, profile, judged, unchanged.state))
     is_high = memory_share(config.batch, observation.memory) > config.batch.rho_high
     if (is_high and is_tight(observation.memory)) or is_not_capturable(observation):
-        return _smaller(planning, unchanged)
+        return _smaller(planner, unchanged)
     if in_use and may_change and not judged.is_open:
-        return _faster(planning, unchanged, judged.state)
+        return _faster(planner, unchanged, judged.state)
     return unchanged
 
 
 @dataclass(frozen=True)
-class _Planning:
-    """What plans are made for at a tick, and by which costs."""
+class _Planner:
+    """Chooses memory plans at one tick, by measured costs."""
 
     config: ControlConfig
     observation: Observation
@@ -229,33 +230,33 @@ def _after_failure(config: ControlConfig, observation: Observation, unchanged: M
     return replace(unchanged, storage=least, state=state, reasons=(*unchanged.reasons, reason))
 
 
-def _smaller(planning: _Planning, unchanged: MemoryDecision) -> MemoryDecision:
+def _smaller(planner: _Planner, unchanged: MemoryDecision) -> MemoryDecision:
     """Returns the cheapest plan that fits what is attainable now; if none does, the one that takes least."""
-    observation, measured = planning.observation, planning.measured
-    state = _barred(planning.config, unchanged.state, observation)
-    chosen = planning.cheapest(state) or least_plan(planning.profile, measured, changeable=observation.regions)
+    observation, measured = planner.observation, planner.measured
+    state = _barred(planner.config, unchanged.state, observation)
+    chosen = planner.cheapest(state) or least_plan(planner.profile, measured, changeable=observation.regions)
     if chosen.prediction.peak_bytes >= measured.peak_bytes:
         return unchanged
     why = f"{observation.memory.attainable_bytes / GIB:.2f} GiB are attainable"
     return _changed(observation, replace(unchanged, state=state), chosen, why)
 
 
-def _faster(planning: _Planning, unchanged: MemoryDecision, timings: ThroughputState) -> MemoryDecision:
+def _faster(planner: _Planner, unchanged: MemoryDecision, timings: ThroughputState) -> MemoryDecision:
     """Returns the cheapest plan that fits if it saves more time on the samples left than a new plan costs."""
-    config, observation, measured = planning.config, planning.observation, planning.measured
-    state, plan, profile = unchanged.state, observation.plan, planning.profile
+    config, observation, measured = planner.config, planner.observation, planner.measured
+    state, plan, profile = unchanged.state, observation.plan, planner.profile
     room = budget_bytes(observation, state) - measured.peak_bytes
     room += modelled_bytes(profile, plan.storage, plan.micro_batch_size)
     seen = state.examined_bytes
-    is_barred = state.cap_ticks_left > 0 and state.times_short >= _MOST_SHORT
+    is_barred = state.cap_ticks_left > 0 and state.times_short >= _MAX_TIMES_SHORT
     if observation.step_ms is None or measured.step_ms is None or state.hold_ticks or is_barred:
         return unchanged
-    if seen is not None and abs(room - seen) <= _SEARCH_AGAIN * abs(seen):
+    if seen is not None and abs(room - seen) <= _ROOM_TOLERANCE * abs(seen):
         unpaid = state.unpaid
-        if unpaid is None or planning.saved_ms(unpaid.ms) <= planning.cost_ms(timings, unpaid.num_micro_batches):
+        if unpaid is None or planner.saved_ms(unpaid.ms) <= planner.cost_ms(timings, unpaid.num_micro_batches):
             return unchanged
     unchanged = replace(unchanged, state=replace(state, examined_bytes=room, unpaid=None))
-    chosen = planning.cheapest(state)
+    chosen = planner.cheapest(state)
     if chosen is None or chosen.prediction.ms is None:
         return unchanged
     if not profile.can_split and chosen.num_micro_batches < plan.num_micro_batches:
@@ -265,8 +266,8 @@ def _faster(planning: _Planning, unchanged: MemoryDecision, timings: ThroughputS
         return _changed(observation, unchanged, chosen, "the batch may grow then")
     if chosen.prediction.ms > measured.step_ms * (1.0 if is_plain else _FASTER_SHARE):
         return unchanged
-    saved_ms = planning.saved_ms(chosen.prediction.ms)
-    cost_ms = planning.cost_ms(timings, chosen.num_micro_batches)
+    saved_ms = planner.saved_ms(chosen.prediction.ms)
+    cost_ms = planner.cost_ms(timings, chosen.num_micro_batches)
     if saved_ms > cost_ms:
         if not profile.can_split and chosen.num_micro_batches > plan.num_micro_batches:
             unchanged = replace(unchanged, state=_held(config, unchanged.state))  # or it might go to and fro
@@ -282,14 +283,14 @@ def _barred(config: ControlConfig, state: MemoryState, observation: Observation)
         state,
         failed=Stored.under(observation.plan),
         short_at_bytes=observation.memory.attainable_bytes,
-        cap_ticks_left=_bar_ticks(config, state.times_failed),
+        cap_ticks_left=_backoff_ticks(config, state.times_failed),
         times_failed=state.times_failed + 1,
         examined_bytes=None,
     )
 
 
-def _bar_ticks(config: ControlConfig, times: int) -> int:
-    return config.batch.oom_cooldown_ticks << min(times, _MOST_DOUBLINGS)
+def _backoff_ticks(config: ControlConfig, times: int) -> int:
+    return config.batch.oom_cooldown_ticks << min(times, _MAX_DOUBLINGS)
 
 
 def _held(config: ControlConfig, state: MemoryState) -> MemoryState:
@@ -297,7 +298,7 @@ def _held(config: ControlConfig, state: MemoryState) -> MemoryState:
         state,
         predicted_bytes=None,
         predicted_ms=None,
-        hold_ticks=_bar_ticks(config, state.times_held),
+        hold_ticks=_backoff_ticks(config, state.times_held),
         times_held=state.times_held + 1,
         examined_bytes=None,
     )

@@ -30,6 +30,7 @@ class Region:
     running: int
     """Bytes while its backward pass runs: its saved tensors and the gradients."""
     moved: int
+    """Bytes that offloading moves to the host."""
     held: _FourNumbers
     """Bytes between the passes in each storage."""
     repeated_ns: _FourNumbers
@@ -108,8 +109,8 @@ def _search(
     """Returns cost and digits of the cheapest storages found within `room` bytes and `most_cost`.
 
     Dynamic programming in forward order. What is to come depends on a partial plan only through the bytes held and
-    whether its last region is offloaded. So for either case it carries the partial plans of which no other holds less
-    and costs no more, and among more than `most_points`, the ones that `_thinned` leaves.
+    whether its last region is offloaded. So for either case it carries their Pareto front, thinned to about
+    `most_points`.
     """
     limits = [room]  # on the bytes held before each region, such that the regions to come can still fit
     for region, kinds in zip(reversed(regions), reversed(choices), strict=True):
@@ -131,15 +132,15 @@ def _search(
                     for taken, spent, digits in front
                     if taken <= bound and spent <= most_cost - cost
                 )
-        fronts, before = (_thinned(pools[0], most_points), _thinned(pools[1], most_points)), region
+        fronts, before = (_pareto_front(pools[0], most_points), _pareto_front(pools[1], most_points)), region
     return min(((spent, digits // 4) for _, spent, digits in fronts[0]), default=None)
 
 
-def _thinned(points: list[_Point], most: int) -> list[_Point]:
-    """Returns the points of which no other holds less and costs no more, and of many, at most `most` + 2.
+def _pareto_front(points: list[_Point], most: int) -> list[_Point]:
+    """Returns the points of which no other holds less and costs no more; of many, at most `most` + 2.
 
-    The range of costs is divided into equal parts, of which each keeps the point that holds least. So a thinning loses
-    at most one part, a `most`-th of the range, and never the point that holds least or the one that costs least.
+    The range of costs is divided into equal parts, of which each keeps the point that holds least. So thinning loses at
+    most one part, a `most`-th of the range. The point that holds least and the one that costs least stay.
     """
     points.sort()
     front: list[_Point] = []

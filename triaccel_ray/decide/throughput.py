@@ -19,8 +19,8 @@ _CAPTURED_TOLERANCE = 0.03
 EFFICIENT_SHARE = 0.97
 """A batch size is efficient if its samples per second reach this share of the best size's (AccUDNN)."""
 _EXPECTED_SHARE = 0.2
-"""Expected saving before a second batch size is timed, as a share of what the largest size would save if steps took
-the same time at any size."""
+"""Saving expected before a second batch size is timed: a share of what the largest size would save if step times did
+not depend on size."""
 _JUDGING_TICKS = 2
 """Consecutive intervals that must be slower before a change is undone."""
 _PATIENCE_TICKS = 5
@@ -47,10 +47,10 @@ class Judgement:
 def judge(config: ControlConfig, observation: Observation, state: ThroughputState) -> Judgement:
     """Returns whether the last change is kept, undone, or waits for another interval.
 
-    It compares step times per sample: the median of the last intervals under the old plan, and the better of two
-    intervals under the new one. A batch that has grown before is compared with the fastest of its sizes, so that small
-    slowdowns do not add up. Promotions serve accuracy and smaller batches save memory: neither is judged. Layers whose
-    lower precision was refused leave the change.
+    It compares step times per sample: the median of the last intervals under the old plan with the better of two under
+    the new one. A batch that has grown before is compared with the fastest of its sizes, so that small slowdowns do not
+    add up. Promotions serve accuracy and smaller batches save memory: neither is judged. Layers whose lower precision
+    was refused leave the change.
     """
     state, change = _with_spent(state, observation.adapting_ms), state.change
     failed = observation.apply_fault is not None
@@ -100,7 +100,7 @@ def size_that_pays(
     one is chosen, and `_EXPECTED_SHARE` estimates what is saved. The saving is that on the samples left, the cost is
     `expected_cost_ms`.
 
-    Where no steps are captured, as on a CPU, new sizes cost nothing: the first of `sizes` is chosen, once steps under
+    Where no steps are captured, as on a CPU, new sizes cost nothing. The first of `sizes` is chosen, once steps under
     the current plan are timed.
     """
     if not config.revert_slowdowns:
@@ -135,7 +135,7 @@ def expected_cost_ms(observation: Observation, state: ThroughputState, *, has_ne
     """Returns what a new plan is expected to cost in milliseconds.
 
     For a new size of batch or micro-batch, this is what the last one cost. Otherwise, and before the first, it is the
-    most that one interval has spent on new plans: an epoch's short last batch costs about as much as a new size. The
+    most that one interval has spent on new plans. An epoch's short last batch costs about as much as a new size. The
     first plan does not count, because it also loads libraries, unless new sizes may recompile the model.
     """
     if has_new_sizes and state.growth_ms is not None:
@@ -170,12 +170,7 @@ def bar_undone(
 
 
 def watch(
-    state: ThroughputState,
-    observation: Observation,
-    new: Plan,
-    *,
-    is_undo: bool = False,
-    is_stored_faster: bool = False,
+    state: ThroughputState, observation: Observation, new: Plan, *, is_undo: bool, is_stored_faster: bool
 ) -> ThroughputState:
     """Returns the state after `new` replaces the plan, with the change and its reference if it is to be judged.
 

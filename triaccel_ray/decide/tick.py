@@ -25,8 +25,8 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     A change that has slowed steps down is undone before anything else is decided.
 
     Pure: the same arguments give the same decision, on which replaying a log relies. At most one change per tick
-    enlarges memory use (any number of layers promoted together, a faster memory plan, or a larger batch); reductions
-    are not limited. After a plan that could not be applied, precisions stay as they are and nothing is enlarged for one
+    enlarges memory use: any number of layers promoted together, a faster memory plan, or a larger batch. Reductions are
+    not limited. After a plan that could not be applied, precisions stay as they are and nothing is enlarged for one
     tick.
     """
     layers = {name: layer.after_tick() for name, layer in state.layers.items()}

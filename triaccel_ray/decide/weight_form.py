@@ -8,13 +8,12 @@ from dataclasses import replace
 
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.decide.batch import GIB
+from triaccel_ray.decide.calibration import BUDGET_SHARE
 from triaccel_ray.records.plan import Reason, ReasonCode, WeightForm
 from triaccel_ray.records.signals import ParameterSignal
 
 PROCESS_BYTES = 512 * 2**20
 """What a process holds without model and data: a CUDA context with its libraries, or Python with PyTorch."""
-BUDGET_SHARE = 0.97
-"""Share of the budget that the plain form may take: as much as memory plans are made for."""
 _FIELDS = {"weights": "is_split", "step_in_backward": "steps_in_backward", "shard_optimizer": "shares_optimizer"}
 """Setting -> field of the form; in the order in which they are used."""
 _TEXTS = {
@@ -41,13 +40,13 @@ def decide_form(config: ControlConfig, signal: ParameterSignal | None) -> tuple[
 
     The plain form is kept if a step needs at most what the memory budget leaves it, or without a budget. Else weights
     are split, and if that does not suffice, parameters are also updated in the backward pass. Neither makes steps
-    longer (GPT of 303 million parameters: 24.3 ms in the plain form and 24.4 ms split on an H100, 23.6 ms with both on
-    an H200). So an upper bound of what a step saves suffices: a lean form without need costs nothing. Last, ranks share
-    the optimizer's state, which costs messages. If no form fits, the one that needs least is chosen, and memory plans
-    make up for the rest. A setting other than `auto` stays as it is.
+    longer. Steps of a GPT with 303 million parameters take 24.3 ms in the plain form and 24.4 ms split (H100), 23.6
+    ms with both (H200). So an upper bound of what a step saves suffices: a lean form without need costs nothing. Last,
+    ranks share the optimizer's state, which costs messages. If no form fits, the one that needs least is chosen, and
+    memory plans make up for the rest. A setting other than `auto` stays as it is.
 
     This is decided once, before the first step, and not at the tick where memory first runs short. The form is part of
-    compiled code, captured steps, optimizer and gradient statistics, which would all be built again: on an H200,
+    compiled code, captured steps, optimizer and gradient statistics, which would all be built again. On an H200,
     compiling the blocks alone takes 15 s (ViT-S) to 75 s (ConvNeXt-T). All inputs follow from settings, model and
     samples, so a resumed run decides the same.
     """

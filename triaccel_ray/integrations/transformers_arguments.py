@@ -14,11 +14,11 @@ from triaccel_ray.config import BatchConfig, ControlConfig, require_instance
 from triaccel_ray.data.sources import DataSource, as_source
 from triaccel_ray.model.layers import Loss
 
-_LADDER = ("start", "minimum", "maximum", "accumulate", "granularity", "step_up", "step_down")
-_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
-_OTHER_STEPS = ("lomo", "layerwise", "schedule_free")
+_BATCH_SIZE_FIELDS = ("start", "minimum", "maximum", "accumulate", "granularity", "step_up", "step_down")
+_METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")
+_UNSUPPORTED_OPTIMIZERS = ("lomo", "layerwise", "schedule_free")
 """Parts of the names of optimizers that step in the backward pass, or need to know when the model is evaluated."""
-_INSIDE_A_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
+_UNSUPPORTED_HOOKS = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 
 
 def control_of(control: ControlConfig | None, args: TrainingArguments) -> ControlConfig:
@@ -38,7 +38,7 @@ def control_of(control: ControlConfig | None, args: TrainingArguments) -> Contro
             f"control.clip_norm = {control.clip_norm}, max_grad_norm = {norm}: must be the same; give "
             "TrainingArguments(max_grad_norm=...) alone"
         )
-    if all(getattr(batch, name) == getattr(BatchConfig(), name) for name in _LADDER):
+    if all(getattr(batch, name) == getattr(BatchConfig(), name) for name in _BATCH_SIZE_FIELDS):
         batch = batch.around(size, accumulate=parts)
     elif (batch.start, batch.accumulate) != (size, parts):
         raise ValueError(
@@ -72,7 +72,8 @@ def loss_of(trainer: Trainer) -> Loss:
     def loss(outputs: Any, batch: Any) -> Any:
         # Private: the number that the Trainer gives a user's loss function to divide by.
         num_items = trainer._get_num_items_in_batch([batch], trainer.args.device) if is_users else None
-        return trainer.compute_loss(_Computed(trainer.model, outputs, batch), {**batch}, num_items_in_batch=num_items)
+        model = _Precomputed(trainer.model, outputs, batch)
+        return trainer.compute_loss(model, {**batch}, num_items_in_batch=num_items)
 
     return loss
 
@@ -93,8 +94,8 @@ def require_supported(trainer: Trainer) -> None:
             args.include_num_input_tokens_seen not in ("no", False),
             "samples are counted",
         ),
-        "lr_scheduler_type": (args.lr_scheduler_type in _BY_METRIC, "choose one that needs no metric"),
-        "optim": (any(part in args.optim for part in _OTHER_STEPS), "choose one with an ordinary step()"),
+        "lr_scheduler_type": (args.lr_scheduler_type in _METRIC_SCHEDULERS, "choose one that needs no metric"),
+        "optim": (any(part in args.optim for part in _UNSUPPORTED_OPTIMIZERS), "choose one with an ordinary step()"),
         "n_gpu": (args.n_gpu > 1, "the loop trains on one device: set CUDA_VISIBLE_DEVICES=0"),
         "world_size": (args.world_size > 1, "the loop trains on one device: start one process"),
     }
@@ -113,7 +114,7 @@ def require_supported(trainer: Trainer) -> None:
         raise ValueError(
             f"{type(trainer).__name__}.training_step is overridden: the loop makes the steps; override compute_loss"
         )
-    for callback, hook in itertools.product(trainer.callback_handler.callbacks, _INSIDE_A_STEP):
+    for callback, hook in itertools.product(trainer.callback_handler.callbacks, _UNSUPPORTED_HOOKS):
         if getattr(type(callback), hook) is not getattr(TrainerCallback, hook):
             raise ValueError(
                 f"callback {type(callback).__name__} has {hook}: the loop makes a step as a whole, and never calls it; "
@@ -121,7 +122,7 @@ def require_supported(trainer: Trainer) -> None:
             )
 
 
-class _Computed:
+class _Precomputed:
     """Stands in for the model when `compute_loss` calls it; returns outputs that are computed already."""
 
     def __init__(self, model: nn.Module, outputs: Any, batch: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.cuda.out_of_memory import first_line
-from triaccel_ray.records.durable import whole_file
+from triaccel_ray.records.durable import atomic_write
 
 FORMAT = 7
 _PLAIN = (type(None), bool, int, float, complex, str, Tensor, nn.Parameter)
@@ -56,7 +56,7 @@ def save_durably(
         if previous is not None and path.exists():
             path.replace(previous)
 
-    with whole_file(path, prepare_to_replace) as file:
+    with atomic_write(path, prepare_to_replace) as file:
         torch.save(content, file)
     file.close()
 

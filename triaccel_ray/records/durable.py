@@ -17,7 +17,7 @@ def partial_path(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path, confirm: Callable[[], None] | None = None) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, confirm: Callable[[], None] | None = None) -> Iterator[BinaryIO]:
     """Yields a file to write to, which replaces `path` when the block ends, once it is complete on disk.
 
     `confirm` is called just before. If it or anything else raises, `path` is unchanged. Otherwise the file stays open.

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.durable import whole_file
+from triaccel_ray.records.durable import atomic_write
 from triaccel_ray.records.goal import LOSS, Goal
 from triaccel_ray.records.plan import Applied, Fault, Storage
 from triaccel_ray.records.signals import Observation
@@ -225,7 +225,7 @@ class EventLog:
         if checksum is not None and checksum != self.checksum:
             raise LogError(f"event log {path}: its first {keep} records are not those that the checkpoint follows")
         self._num_interruptions = sum(b'"kind":"interruption"' in line for line in lines)
-        with whole_file(path) as self._file:
+        with atomic_write(path) as self._file:
             self._file.writelines(lines)
         status = os.fstat(self._file.fileno())
         self.claim = Claim(path=path, device=status.st_dev, inode=status.st_ino)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -30,6 +30,12 @@ class Precision(StrEnum):
     def bytes_per_element(self) -> int:
         """Bytes of one activation element: 4 for FP32, else 2, for the outputs of layers in FP8 are BF16."""
         return 4 if self is Precision.FP32 else 2
+
+
+def nearest_supported(wanted: Precision, supported: tuple[Precision, ...]) -> Precision:
+    """Returns the lowest supported precision that is not below `wanted`; FP32 when there is none."""
+    allowed = [level for level in supported if level.rank >= wanted.rank]
+    return min(allowed, key=lambda level: level.rank, default=Precision.FP32)
 
 
 class Storage(StrEnum):
@@ -72,6 +78,15 @@ class Storage(StrEnum):
         return Storage.RECOMPUTE if self is Storage.JOIN else self
 
 
+def recomputing_all(regions: Iterable[str], storage: Mapping[str, Storage]) -> dict[str, Storage]:
+    """Returns the storage in which all regions are recomputed, in the segments of `storage` if there are any.
+
+    It is not always the least: a long segment may save more at once than its regions alone.
+    """
+    joined = {name: kind for name, kind in storage.items() if kind is Storage.JOIN}
+    return {**dict.fromkeys(regions, Storage.RECOMPUTE), **joined}
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightForm:
     """How weights are stored, and when the optimizer updates them; constant during a run."""
@@ -82,6 +97,11 @@ class WeightForm:
     """Whether parameters are updated in the backward pass."""
     shares_optimizer: bool = False
     """Whether each of several ranks holds the optimizer's state of a share of the parameters."""
+
+
+def largest_micro_batch(batch_size: int, num_micro_batches: int) -> int:
+    """Returns the number of samples in the largest of so many micro-batches."""
+    return -(-batch_size // num_micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +121,15 @@ class Plan:
     batch_lr_scale: float = 1.0
     """Factor on all learning rates, set from the batch size by the configured rule."""
     num_micro_batches: int = 1
-    """Micro-batches of nearly equal size per batch: more than `accumulate` only while the smallest batch does not fit
-    in memory, or a batch of fixed size cannot be captured."""
+    """Micro-batches of nearly equal size per batch. There are more than `accumulate` only while the smallest batch does
+    not fit in memory, or a batch of fixed size cannot be captured."""
     storage: Mapping[str, Storage] = field(default_factory=dict)
     """Region name -> what becomes of its saved tensors; regions not named keep them."""
 
     @property
     def micro_batch_size(self) -> int:
         """Samples that pass through the model at once."""
-        return -(-self.batch_size // self.num_micro_batches)
+        return largest_micro_batch(self.batch_size, self.num_micro_batches)
 
     def steps_as(self, other: Plan) -> bool:
         """Returns whether steps compute the same under both plans, apart from learning rates."""
@@ -190,7 +210,7 @@ class FaultKind(StrEnum):
     BUDGET_EXCEEDED = "budget_exceeded"
     """On a CPU: the process holds more than its budget, and no smaller batch would change that."""
     PRECISION_REFUSED = "precision_refused"
-    """A precision is not offered: the device has no instructions for it, it brings no speedup, or it changes the
+    """A precision is not offered. The device has no instructions for it, it brings no speedup, or it changes the
     outputs of a new model too much."""
     PLAN_REPLACED = "plan_replaced"
     """A resumed run cannot go on with the plan of its checkpoint; step times before it do not count."""

@@ -161,9 +161,9 @@ class Observation:
     loss: float | None = None
     """Mean training loss since the last tick; None when no step was made."""
     step_ms: float | None = None
-    """Median milliseconds of a step of a whole batch under the current plan since the last reading, or the shortest on
-    a CPU with several threads; None if too few were timed. Ticks, measurements, evaluations and a plan's first steps
-    do not count."""
+    """Median milliseconds of a step of a whole batch under the current plan since the last reading; the shortest on a
+    CPU with several threads. None if too few were timed. Ticks, measurements, evaluations and a plan's first steps do
+    not count."""
     loss_scale: float = 1.0
     num_skipped: int = 0
     """Optimizer steps skipped for a non-finite gradient since the run began."""

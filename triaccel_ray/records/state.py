@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from triaccel_ray.config import Activations, ControlConfig
 from triaccel_ray.records.plan import Plan, Precision, Reason, Storage, WeightForm
 from triaccel_ray.records.signals import NoiseSignal
 
@@ -230,58 +229,3 @@ class Decision:
     reasons: tuple[Reason, ...] = ()
     remeasures_regions: bool = False
     """Whether the costs of regions are measured again: a memory plan's cost was not as predicted."""
-
-
-def initial_decision(
-    config: ControlConfig, layers: Iterable[tuple[str, tuple[Precision, ...]]], regions: Iterable[str] = ()
-) -> Decision:
-    """Returns the plan and state of the first step, from the layers' names and supported precisions.
-
-    `regions` are the names of the regions whose storage can change.
-    """
-    wanted, default = config.precision.initial_layers, config.precision.initial
-    offered, precision = dict(layers), dict[str, Precision]()
-    has_bf16 = any(Precision.BF16 in supported for supported in offered.values())
-    for name, supported in offered.items():
-        level = wanted.get(name, default)
-        level = bf16_or_fp16(supported, has_bf16=has_bf16) if level is Precision.BF16 else level
-        precision[name] = nearest_supported(level, supported)
-    plan = Plan(
-        batch_size=config.batch.start,
-        num_micro_batches=config.batch.accumulate,
-        precision=precision,
-        lr_scale=dict.fromkeys(precision, 1.0),
-        storage=storage_of_all(config.execution.activations, regions),
-    )
-    # New layers count as having kept their precision for the dwell time: statistics may act at the first tick.
-    dwell_ticks = config.precision.dwell_ticks
-    state = ControlState(
-        layers={name: LayerState(by_variance=each, ticks_since_change=dwell_ticks) for name, each in precision.items()},
-        batch=BatchState(ticks_since_change=config.batch.dwell_ticks),
-    )
-    return Decision(plan=plan, state=state)
-
-
-def storage_of_all(activations: Activations, regions: Iterable[str]) -> dict[str, Storage]:
-    """Returns the storage of regions that are all treated alike; `auto` keeps them all."""
-    return {} if activations in ("auto", "keep") else dict.fromkeys(regions, Storage(activations))
-
-
-def recomputing_all(regions: Iterable[str], storage: Mapping[str, Storage]) -> dict[str, Storage]:
-    """Returns the storage in which all regions are recomputed, in the segments of `storage` if there are any.
-
-    It is not always the least: a long segment may save more at once than its regions alone.
-    """
-    joined = {name: kind for name, kind in storage.items() if kind is Storage.JOIN}
-    return {**dict.fromkeys(regions, Storage.RECOMPUTE), **joined}
-
-
-def bf16_or_fp16(supported: Collection[Precision], *, has_bf16: bool) -> Precision:
-    """Returns BF16, or FP16 if that is supported and no layer has BF16: on GPUs older than Ampere, as AMP does."""
-    return Precision.FP16 if Precision.FP16 in supported and not has_bf16 else Precision.BF16
-
-
-def nearest_supported(wanted: Precision, supported: tuple[Precision, ...]) -> Precision:
-    """Returns the lowest supported precision that is not below `wanted`; FP32 when there is none."""
-    allowed = [level for level in supported if level.rank >= wanted.rank]
-    return min(allowed, key=lambda level: level.rank, default=Precision.FP32)

@@ -189,8 +189,8 @@ class Structure:
     varies: bool = False
     """Whether the calls depend on the samples, so that a captured graph would be wrong for other samples."""
     batched_columns: bool = True
-    """Whether cotangents can be backpropagated in a batch: every operation of the model has a batching rule, or works
-    with the fallback that runs it one by one."""
+    """Whether cotangents can be backpropagated in a batch. If so, every operation of the model has a batching rule, or
+    works with the fallback that runs it one by one."""
 
     def layers_by(self, strategy: Strategy) -> list[Layer]:
         """Returns the layers with this strategy, in the model's order."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.model.layers import Layer, is_transposed
 
-_TRAFFIC = 16
+_OPERATIONS_PER_ELEMENT_MOVED = 16
 """Multiply-adds in the time that one element takes to be written and read again: an order of magnitude for GPUs and
 CPUs. It matters only for the choice between two ways of similar cost."""
 
@@ -143,14 +143,14 @@ def _patches(module: nn.Conv2d, inputs: Tensor, image: torch.Size) -> Tensor:
 
 
 def _is_pairing_cheaper(factors: Sequence[Factors], shape: Shape) -> bool:
-    """Compares both ways by multiply-adds, counting each element moved as `_TRAFFIC` of these."""
+    """Compares both ways by multiply-adds, counting each element moved as `_OPERATIONS_PER_ELEMENT_MOVED` of these."""
     if len({f.is_one_hot for f in factors}) > 1:
         return False  # an embedding tied to a linear layer: their products do not separate into pairs of one kind
     columns, positions = shape.b * shape.q, sum(f.num_positions for f in factors)
     pairs = (columns * positions) ** 2
     products = pairs * shape.k if factors[0].is_one_hot else pairs * shape.o + pairs // shape.q**2 * shape.k
-    by_pairs = shape.g * (products + pairs * _TRAFFIC)
-    by_columns = shape.g * columns * shape.o * shape.k * (positions + columns + _TRAFFIC)
+    by_pairs = shape.g * (products + pairs * _OPERATIONS_PER_ELEMENT_MOVED)
+    by_columns = shape.g * columns * shape.o * shape.k * (positions + columns + _OPERATIONS_PER_ELEMENT_MOVED)
     return by_pairs < by_columns
 
 

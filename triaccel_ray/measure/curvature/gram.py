@@ -49,7 +49,7 @@ from triaccel_ray.measure.curvature.objective import (
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, gradient_noise, reduce_matrices
 from triaccel_ray.model.layers import Layer
 
-_TOGETHER = 512
+_MAX_BATCHED_ORDER = 512
 """Largest order at which the matrices of all layers are reduced at once; larger ones go one by one to save memory."""
 
 
@@ -81,7 +81,7 @@ class GramMethod(Method):
     def num_passes(self, objective: Objective, num_iterations: int | None = None) -> int:
         """Returns the number of passes of the model in a measurement with the known structure."""
         assert self.structure is not None
-        return len(list(_passages(objective, self.structure))) * len(objective.parts())
+        return len(list(_passes(objective, self.structure))) * len(objective.parts())
 
     def _measure(self, objective: Objective, structure: Structure) -> CurvatureEstimate:
         b, is_fisher = objective.num_samples, self._head is fisher_head
@@ -89,11 +89,11 @@ class GramMethod(Method):
         total: Tensor | None = None
         found: dict[Layer, Tensor] = {}
         for layer, gram in layer_grams(objective, self._head, structure):
-            found[layer] = gram if num_columns <= _TOGETHER else reduce_matrices([gram], b, self._top_k)
+            found[layer] = gram if num_columns <= _MAX_BATCHED_ORDER else reduce_matrices([gram], b, self._top_k)
             if is_fisher:
                 total = gram if total is None else total + gram.to(total)
         grams = [found[layer] for layer in self._layers]
-        if num_columns <= _TOGETHER:
+        if num_columns <= _MAX_BATCHED_ORDER:
             matrices = reduce_matrices(grams, b, self._top_k)
         else:
             matrices = torch.cat([gram.to(grams[0].device) for gram in grams])
@@ -163,11 +163,11 @@ def layer_grams(objective: Objective, head: Head, structure: Structure) -> Itera
         Strategy.SAMPLES: sample_columns,
     }
     sums: dict[Layer, Tensor] = {}
-    for passage in _passages(objective, structure):
-        if passage.as_factors:
-            yield from _grams_of_factors(objective, head, structure, [unit.layer for unit in passage.units])
+    for each in _passes(objective, structure):
+        if each.as_factors:
+            yield from _grams_of_factors(objective, head, structure, [unit.layer for unit in each.units])
         else:
-            yield from _grams_of_columns(objective, head, columns_by[passage.strategy], passage.units, sums)
+            yield from _grams_of_columns(objective, head, columns_by[each.strategy], each.units, sums)
 
 
 ColumnsOf = Callable[[Objective, Head, Sequence[Part]], list[Tensor]]
@@ -192,7 +192,7 @@ class _Unit:
 
 
 @dataclass(frozen=True, eq=False)
-class _Passage:
+class _Pass:
     """One pass over all chunks, and the units that it collects."""
 
     strategy: Strategy
@@ -201,17 +201,17 @@ class _Passage:
     """Whether it collects the factors of whole layers in place of columns."""
 
 
-def _passages(objective: Objective, structure: Structure) -> Iterator[_Passage]:
+def _passes(objective: Objective, structure: Structure) -> Iterator[_Pass]:
     """Yields the passes over the chunks: each keeps at most `kept_bytes` of all samples, or a single unit."""
     factored, kept_bytes = list(_factored_units(objective, structure)), objective.limits.kept_bytes
     for group in _groups(factored, kept_bytes):
-        yield _Passage(Strategy.FACTORS, group, as_factors=True)
+        yield _Pass(Strategy.FACTORS, group, as_factors=True)
     done = {unit.layer for unit in factored}
     for strategy in (Strategy.FACTORS, Strategy.MODEL, Strategy.SAMPLES):
         layers = [layer for layer in structure.layers_by(strategy) if layer not in done]
         units = [unit for layer in layers for unit in _units(layer, objective, structure)]
         for group in _groups(units, kept_bytes):
-            yield _Passage(strategy, group)
+            yield _Pass(strategy, group)
 
 
 def _groups(units: Sequence[_Unit], kept_bytes: int) -> Iterator[list[_Unit]]:

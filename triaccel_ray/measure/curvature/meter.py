@@ -78,7 +78,7 @@ class CurvatureMeter:
     The model is measured in eval mode without autocast, and restored afterwards. Hooks on parameter tensors may fire.
     For fisher and ggn on a GPU, all after the forward pass uses TF32 (`tensor_cores`), whatever PyTorch's flags say.
 
-    On a GPU the first measurement explores the model, the second checks whether it can be captured, and the third
+    On a GPU the first measurement explores the model, and the second checks whether it can be captured. The third
     captures a CUDA graph, which later ones replay (`Stage`). All of it starts over when shapes change or weights move.
     """
 

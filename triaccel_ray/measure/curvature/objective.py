@@ -150,8 +150,8 @@ def ggn_head(outputs: Any, objective: Objective) -> tuple[Tensor, Sequence[Tenso
 
     The block is G_l = (1/b) sum_i J_i^T H_i J_i (Martens 2020, section 8). J_i [C, n] is the Jacobian of sample i's C
     outputs, counting all elements, with respect to the layer's weights. H_i = S_i S_i^T [C, C] is the Hessian of its
-    loss with respect to its outputs, exact for any loss, with its negative part cut off. In a network of linear maps,
-    ReLU, pooling and eval-mode normalization, outputs are piecewise linear in one layer's weights. If H_i has no
+    loss with respect to its outputs. It is exact for any loss, with its negative part cut off. In a network of linear
+    maps, ReLU, pooling and eval-mode normalization, outputs are piecewise linear in one layer's weights. If H_i has no
     negative part, as with every convex loss, the layer's Hessian block then *is* G_l.
 
     Raises:

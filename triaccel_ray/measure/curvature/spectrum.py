@@ -1,8 +1,8 @@
 """Eigenvalues of matrices on a device without synchronization: the device reduces them, and the host solves the rest.
 
 PyTorch's eigenvalue solvers read a status back, so that the host waits for all earlier work. Here the device reduces
-each m x m matrix to one of order p <= max(32, 2 top_k), which is part of the next copy to the host. LAPACK solves 21
-of them of order 32 in about a millisecond.
+each m x m matrix to one of order p <= max(32, 2 top_k). The next copy to the host includes it. LAPACK solves 21 of them
+of order 32 in about a millisecond.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-_ORDER = 32
+_MAX_HOST_ORDER = 32
 """Matrices up to this order go to the host without being reduced."""
 _NUM_ITERATIONS = 12
 _SHIFT = 1e-13
-"""Added to the diagonal of the correlations before Cholesky. It exceeds their rounding in FP64 at order 32, so that
-linearly dependent columns (a layer with fewer directions than columns) come out as almost zero."""
+"""Added to the diagonal of the correlations before Cholesky. It exceeds their rounding in FP64 at order 32. So linearly
+dependent columns (a layer with fewer directions than columns) come out as almost zero."""
 _SMALLEST_NORM = 1e-150
 """Lower bound for a column's norm; its square, a divisor, does not underflow to zero."""
 _SIGN_STEPS = [(3.4445, -4.7750, 2.0315)] * 16 + [(1.875, -1.25, 0.375)] * 6
@@ -45,8 +45,8 @@ class CurvatureEstimate:
     def eigenvalues(self) -> Tensor:
         """The largest eigenvalues, fp32 [num_layers, k], descending, on the matrices' device; waits for the device.
 
-        NaN in positions that the layer's weights or the samples (fisher: b, ggn: b C) cannot fill, and in the whole row
-        of a layer whose gradients are not finite.
+        NaN in positions that the layer's weights or the samples (fisher: b, ggn: b C) cannot fill. The whole row is NaN
+        if the layer's gradients are not finite.
         """
         return largest_eigenvalues(self.matrices.cpu(), self.counts).float().to(self.matrices.device)
 
@@ -74,7 +74,7 @@ def reduce_matrices(matrices: Sequence[Tensor], num_samples: int, top_k: int) ->
     """
     first = matrices[0]
     stacked = torch.stack([matrix.to(first.device, torch.float64) for matrix in matrices]) / num_samples
-    order = max(_ORDER, 2 * top_k)
+    order = max(_MAX_HOST_ORDER, 2 * top_k)
     if stacked.shape[1] <= order:
         return stacked
     is_finite = stacked.isfinite().flatten(1).all(dim=1)[:, None, None]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from triaccel_ray.cuda.out_of_memory import first_line
-from triaccel_ray.records.durable import whole_file
+from triaccel_ray.records.durable import atomic_write
 from triaccel_ray.service.failures import DiskFullError, StoreError, reporting_full_disk
 from triaccel_ray.service.storage.storage_path import STORE_RULE, StoragePath
 
@@ -85,7 +85,7 @@ class Store:
             self._opened() as (filesystem, folder),
             reporting_full_disk(target.parent),
             filesystem.open_input_stream(f"{folder}/{name}", compression=None) as source,
-            whole_file(target) as file,
+            atomic_write(target) as file,
         ):
             shutil.copyfileobj(source, file, BLOCK_BYTES)
         file.close()
