@@ -16,10 +16,9 @@ from torch.utils.checkpoint import CheckpointError
 
 from triaccel_ray.apply.divide import Divided
 from triaccel_ray.apply.offload import Excluding, Offloading, RegionWeights
-from triaccel_ray.apply.recompute import RecomputedRegion, Surroundings
+from triaccel_ray.apply.recompute import Recomputation, Surroundings
 from triaccel_ray.apply.recompute_rng import RecomputeRNG
 from triaccel_ray.apply.region_recorder import RegionCosts, RegionRecorder
-from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.random_states import default_generator
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.model.pytree import tensors_in
@@ -68,19 +67,17 @@ class Activations:
         """Costs of the regions, once they are requested."""
         self.rng = RecomputeRNG(default_generator(device))
         """Random numbers of recomputed regions."""
+        self._recomputation = Recomputation(self.rng)
         self._names, self._device, self._fixed, self._divide = frozenset(regions), device, fixed, divide
         self._wanted: Mapping[str, Storage] = {}
         self._barred: set[tuple[str, Storage]] = set()
         if not are_compiled:
             self._barred.update(itertools.product(regions, _SELECTIVE))
-        self._recomputed: dict[tuple[str, ...], RecomputedRegion] = {}
         self._segments: dict[str, tuple[str, ...]] = {}
         """First region of a segment that is recomputed -> all its regions."""
         self._before: Mapping[str, str] = {}
         """Region that can join -> the region before it."""
         self._offloading: Offloading | None = None
-        self._last_recomputed = ""
-        """Name of the region last recomputed in this pass; empty before the first."""
         if fixed is not None:
             self._want(dict.fromkeys(regions, fixed))
 
@@ -196,20 +193,21 @@ class Activations:
     def exclude_failed(self, error: BaseException, step: int) -> tuple[Fault, ...]:
         """Stops recomputing regions that cannot be, if `error` stems from them; returns a fault, if so."""
         if isinstance(error, CheckpointError):
-            if self._last_recomputed not in self.storage:  # raised by a checkpoint in the user's code
+            last = self._recomputation.last
+            if last not in self.storage:  # raised by a checkpoint in the user's code
                 return ()
-            segment = self._segments.get(self._last_recomputed, ())
+            segment = self._segments.get(last, ())
             if len(segment) > 1:
                 return self._separate(segment, step)
-            kind = type(self.regions[self._last_recomputed])
+            kind = type(self.regions[last])
             differing = [name for name, region in self.regions.items() if type(region) is kind]
             why = "what changes state of its own, such as a cache (`use_cache=False`), cannot be computed again"
             return self._bar(differing, Storage.RECOMPUTE, why, step)
         overwriting: list[str] = []
-        for names, region in self._recomputed.items():
-            if region.overwrites and len(names) == 1:
+        for names in self._recomputation.overwriting:
+            if len(names) == 1:
                 overwriting += names
-            elif region.overwrites and self._can_join(names[-1]):
+            elif self._can_join(names[-1]):
                 return self._separate(names, step)
         return self._bar(overwriting, Storage.RECOMPUTE, "what writes into its input cannot be computed again", step)
 
@@ -289,7 +287,7 @@ class Activations:
         The recomputation runs inside `surroundings` and under the autocast of the forward pass, because the backward
         pass may run in another thread. `recorder` records the pass.
         """
-        self._last_recomputed = ""
+        self._recomputation.last = ""
         if not self.storage and recorder is None:
             yield
             return
@@ -326,10 +324,9 @@ class Activations:
             recorded = recorder.begin(name, self.regions[name], tensors_in((args, kwargs)))
             call, excluding = recorded.counting(call), recorded.excluding
         if storage is not None and storage.is_recomputed:
-            again = partial(self._again, name, surroundings, excluding)
-            self._last_recomputed = name  # if it raises
-            outputs = self._recomputed_segment(segments.get(name, (name,))).run(call, again, *args, **kwargs)
-            self._last_recomputed = ""
+            names = segments.get(name, (name,))
+            again = partial(_both, surroundings, excluding)
+            outputs = self._recomputation.run({n: self.regions[n] for n in names}, again, call, *args, **kwargs)
         elif storage is Storage.OFFLOAD:
             assert self._offloading is not None
             weights = RegionWeights.of(self.regions[name])
@@ -342,22 +339,11 @@ class Activations:
             self._offloading.send(name if storage is Storage.OFFLOAD else "")
         return outputs
 
-    def _recomputed_segment(self, names: tuple[str, ...]) -> RecomputedRegion:
-        if names not in self._recomputed:
-            self._recomputed[names] = RecomputedRegion([self.regions[name] for name in names], self.rng)
-        return self._recomputed[names]
 
-    @contextlib.contextmanager
-    def _again(self, name: str, surroundings: Surroundings, excluding: Excluding) -> Iterator[None]:
-        self._last_recomputed = name
-        try:
-            with surroundings(), excluding():
-                yield
-        # Not any `Exception`: PyTorch ends a recomputation early by one of its own.
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            if is_out_of_memory(error):
-                raise
-            raise CheckpointError(f"recomputing {name} failed: {first_line(error)}") from error
+@contextlib.contextmanager
+def _both(surroundings: Surroundings, excluding: Excluding) -> Iterator[None]:
+    with surroundings(), excluding():
+        yield
 
 
 def _kept(detail: str, step: int) -> Fault:

@@ -97,7 +97,7 @@ def _selective_backend(kept_share: float) -> Callable[..., Any]:
 
     def compile_selectively(graph: Any, inputs: Any) -> Any:
         inductor: Any = torch._dynamo.lookup_backend("inductor")
-        with torch._functorch.config.patch(activation_memory_budget=kept_share):  # type: ignore[no-untyped-call]
+        with torch._functorch.config.patch(activation_memory_budget=kept_share):
             return inductor(graph, inputs)
 
     return compile_selectively
@@ -189,7 +189,7 @@ class Compilation:
 
     def _compiled_call(self, module: nn.Module) -> Callable[..., Any]:
         """Returns a block's call that runs compiled code in training passes."""
-        call = module._call_impl
+        call: Any = module._call_impl
         by_share: dict[float, _Variants] = {}
 
         def compiled(*args: Any, **kwargs: Any) -> Any:

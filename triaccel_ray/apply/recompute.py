@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from triaccel_ray.apply.recompute_rng import RecomputeRNG
+from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.random_states import preserved_random_states, random_states, set_random_states
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 from triaccel_ray.model.regions import Call
@@ -19,6 +20,57 @@ from triaccel_ray.model.regions import Call
 Surroundings = Callable[[], contextlib.AbstractContextManager[None]]
 _Scratch = tuple[nn.Module, dict[str, Tensor]]
 """A batch normalization, and scratch buffers for running statistics, which must not be updated twice."""
+
+
+class Recomputation:
+    """Recomputes regions and segments of a model by name; knows which one was recomputed when an error is raised."""
+
+    def __init__(self, rng: RecomputeRNG) -> None:
+        """Draws random numbers from `rng`."""
+        self.rng = rng
+        self.last = ""
+        """Name of the region last recomputed in this pass, the first of a segment; empty before."""
+        self._regions: dict[tuple[str, ...], RecomputedRegion] = {}
+
+    @property
+    def overwriting(self) -> list[tuple[str, ...]]:
+        """The names of each region or segment that writes into its inputs, so that the backward pass fails."""
+        return [names for names, region in self._regions.items() if region.overwrites]
+
+    def run(
+        self,
+        regions: Mapping[str, nn.Module],
+        surroundings: Surroundings,
+        call: Call,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Returns what `call` does for a region, or a segment of several; repeats it in the backward pass.
+
+        Raises:
+            CheckpointError: as `RecomputedRegion.run` does, or, in the backward pass, repeating the call failed.
+        """
+        names = tuple(regions)
+        if names not in self._regions:
+            self._regions[names] = RecomputedRegion(list(regions.values()), self.rng)
+        self.last = names[0]  # if it raises
+
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            self.last = names[0]
+            try:
+                with surroundings():
+                    yield
+            # Not any `Exception`: PyTorch ends a recomputation early by one of its own.
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                if is_out_of_memory(error):
+                    raise
+                raise CheckpointError(f"recomputing {names[0]} failed: {first_line(error)}") from error
+
+        outputs = self._regions[names].run(call, again, *args, **kwargs)
+        self.last = ""
+        return outputs
 
 
 class RecomputedRegion:
