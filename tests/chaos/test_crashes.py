@@ -22,7 +22,7 @@ from triaccel_ray.records.events import Epoch, Tick, read_events
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import EVENTS
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 
 NAMES = ("fp32 of hunt", "amp of hunt", "probe", "trial-000", "trial-001")
 

@@ -25,7 +25,7 @@ from tests.service.stores import free_port, runs
 from tests.service.waiting import DEADLINE_S, answers, end, wait_until
 from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.storage.layout import EVENTS
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 
 SLOW = """
 import time

@@ -12,7 +12,7 @@ from tests.service.own_task import own_spec, write_module
 from tests.service.stores import Server
 from tests.service.worker_factory import Begin, WorkerFactory
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.service.stores import Recorded
 from triaccel_ray.service.cli.main import main
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 from tests.service.waiting import wait_until
 from triaccel_ray.records.events import Interruption, Start, read_events
 from triaccel_ray.service.tracking.metrics import metrics_of, step_of
-from triaccel_ray.service.tracking.shipper import Parent, Shipper
-from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
+from triaccel_ray.service.tracking.shipper import ParentRun, Shipper
+from triaccel_ray.service.tracking.tracker import Tracker, TrackingUnavailableError
 
 
 @dataclass
@@ -140,7 +140,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def ship(tracker: Tracker, root: Path, experiment: str, parent: Parent | None = None) -> int:
+def ship(tracker: Tracker, root: Path, experiment: str, parent: ParentRun | None = None) -> int:
     """Ships as a new process would, that has read nothing yet."""
     shipper = Shipper(tracker, root, experiment=experiment, parent=parent)
     num_events = shipper.ship_once()

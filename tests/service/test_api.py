@@ -20,13 +20,13 @@ from tests.service.search_folder import simulated_search
 from tests.service.stores import runs
 from tests.service.waiting import wait_until
 from triaccel_ray import Report, RunFailedError, compare, run, search, tune_batch
+from triaccel_ray.service.cli.arguments import Run, Search
 from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.parsing import parse
-from triaccel_ray.service.cli.specs import Run, Search
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.storage.layout import EVENTS
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.registry import name_of
 

@@ -18,7 +18,7 @@ from triaccel_ray.service.cli import execute as commands
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.failures import RunFailedError
 from triaccel_ray.service.storage.layout import SPEC
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 
 WITH_SECRETS = (
     "s3://AKIA4711:s3cr3t@bucket/runs",

@@ -18,12 +18,12 @@ from triaccel_ray.records.events import End, Start, read_events
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.search_spaces.tuned import TunedThresholds
 from triaccel_ray.service.cli.parsing import parse
-from triaccel_ray.service.cli.translation import spec_of
+from triaccel_ray.service.cli.spec_builder import spec_of
 from triaccel_ray.service.compare.comparison import read_comparison
 from triaccel_ray.service.report.search import recommendation
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import best_trial, read_search
-from triaccel_ray.service.storage.layout import ERROR, EVENTS, FOUND, MODEL, SPEC, read_value, write_value
+from triaccel_ray.service.storage.layout import ERROR, EVENTS, MODEL, SPEC, TUNED_THRESHOLDS, read_value, write_value
 from triaccel_ray.trainables.task import Purpose
 
 NO_FP16 = ("--tau-low", "0")
@@ -125,7 +125,7 @@ def test_a_search_end_to_end(desk: Desk, own: str, capsys: pytest.CaptureFixture
     assert pasted == recommendation(record)[1]
     (recommended,) = [run for run in (best, *record.baselines.values()) if str(run.folder) in pasted]
     assert spec_of(parse(shlex.split(pasted)[1:])) == replace(recommended.spec, keep="last")
-    kept = read_value(TunedThresholds, desk.storage / "hunt" / FOUND, "")
+    kept = read_value(TunedThresholds, desk.storage / "hunt" / TUNED_THRESHOLDS, "")
     precision = replace(best.spec.control.precision, initial_layers={})  # acts until the first tick alone
     assert kept.onto(record.spec.base.control) == replace(best.spec.control, precision=precision)
     assert record.repeats.keys() == {best.name, "amp", "fp32"}
@@ -137,7 +137,7 @@ def test_a_search_end_to_end(desk: Desk, own: str, capsys: pytest.CaptureFixture
     assert set(recorded) == {*baselines, *repeats, "probe", *(trial.name for trial in record.trials)}
     assert parent.status == "FINISHED"
     assert (parent.tags["best_trial"], parent.params["margin"]) == (best.name, f"{record.spec.margin:g}")
-    assert {"figures/pareto.png", EVENTS, FOUND} <= desk.artifacts(parent)
+    assert {"figures/pareto.png", EVENTS, TUNED_THRESHOLDS} <= desk.artifacts(parent)
     pruned = {trial.name for trial in record.trials if trial.status == "stopped"}
     assert {name for name, run in recorded.items() if run.tags["outcome"] == "pruned"} == pruned
     for name, run in recorded.items():

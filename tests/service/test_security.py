@@ -20,7 +20,7 @@ from tests.service.records import RUN_SPEC
 from tests.service.search_folder import simulated_search
 from tests.service.stores import Server
 from tests.service.test_jobs import SECRETS
-from triaccel_ray.service.cli.options import Where, command_for
+from triaccel_ray.service.cli.options import Locations, command_for
 from triaccel_ray.service.commands.next_steps import command_to_resume
 from triaccel_ray.service.console import SafeConsole
 from triaccel_ray.service.credentials import display_address
@@ -127,7 +127,7 @@ def test_no_password_of_the_command_line_is_repeated(
 
 def test_no_password_of_an_address_stands_in_what_is_to_be_typed(tmp_path: Path) -> None:
     for address in ("http://me:s3cr3t@host:8265", "me:s3cr3t@host:6379"):
-        words = command_to_resume(StoragePath(str(tmp_path), "hunt"), Where(address=address))
+        words = command_to_resume(StoragePath(str(tmp_path), "hunt"), Locations(address=address))
         assert "s3cr3t" not in words
         assert display_address(address) in words
     assert display_address("host:6379") == "host:6379"

@@ -29,7 +29,7 @@ from triaccel_ray.service.storage.layout import DAMAGED, ERROR, REPLACED
 MAX_LOSSES = 3
 """Lost processes that a run survives, one of several ranks within each epoch; one more and it counts as failed."""
 
-RESULTS = ("out_of_memory", "non_finite")
+CONFIGURATION_CAUSES = ("out_of_memory", "non_finite")
 """Causes that lie in the settings tried: the same settings would fail the same way again."""
 
 
@@ -65,7 +65,7 @@ class RunFailedError(RuntimeError):
         self.__cause__ = error
 
 
-class RunsFailedError(RunFailedError):
+class AllRunsFailedError(RunFailedError):
     """No run of a search or comparison finished; the message says how each failed."""
 
     def __init__(self, failures: Iterable[str]) -> None:

@@ -24,7 +24,7 @@ from triaccel_ray.service.cluster.cluster import (
     require_gpus,
     require_reachable,
 )
-from triaccel_ray.service.runs.runs import num_groups
+from triaccel_ray.service.runs.launch import num_groups
 from triaccel_ray.service.runs.spec import MAX_TRIALS_PER_GPU
 
 

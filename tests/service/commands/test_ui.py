@@ -7,7 +7,7 @@ from tests.service.build import SimulatedRun
 from tests.service.desk import typed
 from tests.service.stores import ship
 from triaccel_ray.service.commands.ui import runs_pages
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 
 
 @pytest.mark.parametrize("option", ["--storage-path {}", "--tracking-uri sqlite:///{}/mlflow.db"])

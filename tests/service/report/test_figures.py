@@ -35,7 +35,7 @@ from triaccel_ray.service.report.figures import (
     run_figures,
     step_edges,
 )
-from triaccel_ray.service.runs.objective import Figures
+from triaccel_ray.service.runs.objective import Performance
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import SPEC, write_value
 
@@ -207,7 +207,7 @@ few_values = st.sampled_from([0.0, 1.0, 2.0, 3.0])
 
 @given(pairs=st.lists(st.tuples(few_values, few_values), max_size=12), maximize=st.booleans())
 def test_the_front_is_what_nothing_dominates(pairs: list[tuple[float, float]], maximize: bool) -> None:
-    points = [Figures(metric=metric, seconds=seconds, peak_gb=1.0, score=1.0) for metric, seconds in pairs]
+    points = [Performance(metric=metric, seconds=seconds, peak_gb=1.0, score=1.0) for metric, seconds in pairs]
     sign = 1 if maximize else -1
 
     def dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:

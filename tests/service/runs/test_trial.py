@@ -23,11 +23,11 @@ from triaccel_ray.records.events import End
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.search_spaces.thresholds import calibration, thresholds
-from triaccel_ray.service.runs import saving
+from triaccel_ray.service.runs import checkpointing
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import end_run, read_run
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.runs.trial import FAILED_OBJECTIVE, NAME, RunContext, RunTrial, reopen
+from triaccel_ray.service.runs.trial import FAILED_OBJECTIVE, NAME, RunTrial, TrialContext, reopen
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, SPEC
 from triaccel_ray.service.storage.storage_path import StoragePath
@@ -37,16 +37,16 @@ LARGE_BYTES = 100 * 2**20
 """Of the samples of `Large`."""
 
 
-def context_of(task: str, folder: Path, **settings: Any) -> RunContext:
+def context_of(task: str, folder: Path, **settings: Any) -> TrialContext:
     base, measured = own_spec(task, **settings), calibration({"0": [1e-6, 1e-4]})
 
     def spec_of(config: Mapping[str, Any]) -> RunSpec:
         return replace(base, control=thresholds(config, base.control, measured))
 
-    return RunContext(place=StoragePath(str(folder)), spec_of=spec_of, objective=Objective(name="metric"))
+    return TrialContext(place=StoragePath(str(folder)), spec_of=spec_of, objective=Objective(name="metric"))
 
 
-def take(context: RunContext, name: str, *, epochs: int, **config: Any) -> list[dict[str, Any]]:
+def take(context: TrialContext, name: str, *, epochs: int, **config: Any) -> list[dict[str, Any]]:
     """Results of a trial's first steps, after which its process lets go of it."""
     trial = local_trial(context, {NAME: name, **config})
     try:
@@ -295,7 +295,7 @@ def test_checkpoints_take_a_twentieth_of_the_time_but_for_the_last(
         now[0] += 10.0
 
     monkeypatch.setattr(Worker, "checkpoint", save_slowly)
-    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(checkpointing, "time", SimpleNamespace(monotonic=lambda: now[0]))
     for _ in range(5):
         trial.step()
         now[0] += between

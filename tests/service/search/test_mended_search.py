@@ -13,7 +13,7 @@ from tests.service.stores import Recorded, runs
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import best_trial, read_search
 from triaccel_ray.service.storage.layout import ERROR, EVENTS, REPEATS
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 
 MENDED = """
 import contextlib
@@ -93,8 +93,8 @@ def test_a_task_is_mended_and_resume_trains_the_trial_that_it_had_ended_alone(
     assert "bits per byte" in said
     assert "bits per byte" in (folder / "report.html").read_text()
     best = best_trial(record)
-    figures = best.figures
-    assert figures.score == pytest.approx(100 / figures.metric / (figures.seconds * figures.peak_gb))
+    performance = best.performance
+    assert performance.score == pytest.approx(100 / performance.metric / (performance.seconds * performance.peak_gb))
     assert best.start.goal.name == record.objective.goal.name == "bits_per_byte"
     keys = last[best.name].keys
     assert {"val/bits_per_byte", "val/perplexity", "val/loss", "final/bits_per_byte", "final/perplexity"} <= keys

@@ -10,14 +10,14 @@ from triaccel_ray.decide import replay
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import LogError
 from triaccel_ray.records.plan import Plan
-from triaccel_ray.service.report.tables import Grid
+from triaccel_ray.service.report.tables import TextTable
 from triaccel_ray.service.runs.methods import TUNE_BATCH
 from triaccel_ray.service.runs.record import RunRecord
 
 _OTHER_VERSION = "under its own configuration that means the log was written by another version, or was changed"
 
 
-def reasons_grid(run: RunRecord, *, most: int) -> Grid:
+def reasons_table(run: RunRecord, *, most: int) -> TextTable:
     """Returns the reasons of a run's decisions, oldest first, at most `most` of them; one that lasts has one row.
 
     Raises:
@@ -41,7 +41,7 @@ def reasons_grid(run: RunRecord, *, most: int) -> Grid:
     hidden = len(rows) - most
     note = f"{hidden} more; --reasons {len(rows)} shows all" if hidden > 0 else ""
     title = f"{run.name}: decisions and their reasons"
-    return Grid(header=("step", "subject", "rule", "reason"), rows=rows[:most], title=title, note=note)
+    return TextTable(header=("step", "subject", "rule", "reason"), rows=rows[:most], title=title, note=note)
 
 
 def verdict(run: RunRecord, control: ControlConfig) -> Iterator[str]:

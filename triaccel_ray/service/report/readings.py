@@ -8,11 +8,11 @@ from decimal import Decimal
 
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.compare.comparison import READINGS, MethodResults
-from triaccel_ray.service.report.tables import TO_TARGET, Grid, lines
+from triaccel_ray.service.report.tables import TO_TARGET, TextTable, lines
 from triaccel_ray.service.runs.record import JOULES
 
 
-def readings_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, target: float | None = None) -> Grid:
+def readings_table(title: str, rows: Mapping[str, MethodResults], goal: Goal, target: float | None = None) -> TextTable:
     """Returns the score by each reading and the costs to the target; a note says whether all have the same leader."""
     by_reading = {
         reading: {name: results.scored_by(reading, goal) for name, results in rows.items()} for reading in READINGS
@@ -28,7 +28,7 @@ def readings_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, tar
         costs.pop("joules_to_target", None)
     compared |= {costs[figure]: (rows, figure) for figure in costs if best_of(rows, figure, least=True)}
     num_finished = sum(bool(results.by_seed) for results in rows.values())
-    return Grid(
+    return TextTable(
         title=title if target is None else f"{title}, and costs to the target",
         header=("method", *by_reading, *costs.values()),
         rows=[

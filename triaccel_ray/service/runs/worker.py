@@ -35,8 +35,8 @@ from triaccel_ray.service.failures import (
 )
 from triaccel_ray.service.runs.building import build_loop, fitted_control, samples_of, seed_everything
 from triaccel_ray.service.runs.environment import cap_memory_share, start_record
-from triaccel_ray.service.runs.objective import Figures
-from triaccel_ray.service.runs.record import JOULES, ONE_VIEW, RunLog, figures_of, is_spec_of, joules_after
+from triaccel_ray.service.runs.objective import Performance
+from triaccel_ray.service.runs.record import JOULES, ONE_VIEW, RunLog, is_spec_of, joules_after, performance_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trained_model import TrainedModel
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED
@@ -77,9 +77,9 @@ class Worker:
         """The last epoch's record."""
 
     @property
-    def figures(self) -> Figures | None:
+    def performance(self) -> Performance | None:
         """The figures after the last epoch, on the validation samples; None if no epoch was evaluated on them."""
-        return None if self.last is None else figures_of(self.last, self.spec.goal)
+        return None if self.last is None else performance_of(self.last, self.spec.goal)
 
     @property
     def finished(self) -> bool:

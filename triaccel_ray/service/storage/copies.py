@@ -28,7 +28,6 @@ from triaccel_ray.service.storage.layout import (
     ERROR,
     EVENTS,
     FIXED_SETTING,
-    FOUND,
     JOURNAL,
     MODEL,
     PREPARED,
@@ -38,6 +37,7 @@ from triaccel_ray.service.storage.layout import (
     SETTINGS,
     SHIPPED,
     SPEC,
+    TUNED_THRESHOLDS,
 )
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp, Store
@@ -46,7 +46,7 @@ LOG_FILES = (SPEC, ERROR, DAMAGED, REPLACED, EVENTS)
 """Files to view a run, though not to resume it; the log is last because it says what the others hold."""
 RUN_FILES = (MODEL, *LOG_FILES, CHECKPOINT)
 """Files that a run uploads, in this order. Everything else stays on its machine."""
-PAGE_FILES = (SETTINGS, FOUND, REPORT)
+PAGE_FILES = (SETTINGS, TUNED_THRESHOLDS, REPORT)
 WRITER = ".writer"
 """File in the store that names the training folder in which a run continues."""
 COMMAND_FILES = (SEARCH, COMPARISON, PREPARED, FIXED_SETTING, JOURNAL, SHIPPED, *PAGE_FILES)

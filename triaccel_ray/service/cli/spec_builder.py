@@ -9,24 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from triaccel_ray.config import ControlConfig, require
+from triaccel_ray.service.cli.arguments import Compare, Replay, Run, Search, TrainingCommand, TuneBatch
 from triaccel_ray.service.cli.options import RUN_SETTINGS
 from triaccel_ray.service.cli.settings import changed, given
-from triaccel_ray.service.cli.specs import Compare, Replay, Run, Search, Trains, TuneBatch
 from triaccel_ray.service.compare.comparison import read_comparison
 from triaccel_ray.service.compare.spec import ComparisonSpec
+from triaccel_ray.service.locations import find, find_run
 from triaccel_ray.service.runs.methods import TUNE_BATCH
 from triaccel_ray.service.runs.record import read_spec
 from triaccel_ray.service.runs.spec import RunSpec, run_spec
 from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.search.spec import SearchSpec, dimensions
-from triaccel_ray.service.session import find, find_run
 from triaccel_ray.trainables.task import Purpose
 
 Given = Mapping[tuple[str, ...], Any]
 """Field path -> value, as returned by `settings.given`."""
 
 
-def spec_of(command: Trains) -> RunSpec | SearchSpec | ComparisonSpec:
+def spec_of(command: TrainingCommand) -> RunSpec | SearchSpec | ComparisonSpec:
     """Returns the spec of the run, search or comparison that the command asks for.
 
     Raises:
@@ -183,7 +183,7 @@ def _split(command: Search | Compare) -> tuple[dict[tuple[str, ...], Any], dict[
     return {path: common.pop(path) for path in given(command.main).keys() - runs_own}, common
 
 
-def _of_task(command: Trains, options: Given) -> RunSpec:
+def _of_task(command: TrainingCommand, options: Given) -> RunSpec:
     """Returns the run with the task's own settings; the task is loaded with the given folder of data files."""
     assert command.task is not None  # checked by `parsing.check`
     folder = options.get(("data_dir",))

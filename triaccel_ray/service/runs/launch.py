@@ -28,7 +28,7 @@ from triaccel_ray.service.runs.group import release_gpus
 from triaccel_ray.service.runs.record import end_run, read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.runs.trial import NAME, RunContext, RunTrial
+from triaccel_ray.service.runs.trial import NAME, RunTrial, TrialContext
 from triaccel_ray.service.storage.mirror import pull_run
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.training_folder import editing_log
@@ -65,7 +65,7 @@ def run_all(
     if not specs:
         return {}
     by_name = dict(specs)
-    context = RunContext(place=root, spec_of=lambda config: by_name[config[NAME]], shared=shared)
+    context = TrialContext(place=root, spec_of=lambda config: by_name[config[NAME]], shared=shared)
     limits = [limit for spec in specs.values() if (limit := num_groups(spec, num_gpus)) is not None]
     config = tune.TuneConfig(reuse_actors=reuse_actors, max_concurrent_trials=min(limits, default=None))
     results = fit(context, config, num_gpus=num_gpus, space={NAME: tune.grid_search(list(by_name))})
@@ -74,7 +74,7 @@ def run_all(
 
 
 def fit(
-    context: RunContext, config: tune.TuneConfig, *, num_gpus: float, space: dict[str, Any] | None = None
+    context: TrialContext, config: tune.TuneConfig, *, num_gpus: float, space: dict[str, Any] | None = None
 ) -> dict[str, Mapping[str, Any]]:
     """Trains the trials of `config`, or those listed in `space`, with Ray Tune; returns their last results by name.
 
@@ -141,7 +141,7 @@ def num_groups(spec: RunSpec, num_gpus: float) -> int | None:
 
 
 def _last_results(
-    context: RunContext, configs: Sequence[dict[str, Any]], results: tune.ResultGrid
+    context: TrialContext, configs: Sequence[dict[str, Any]], results: tune.ResultGrid
 ) -> dict[str, Mapping[str, Any]]:
     """Returns each trial's last result by name, and ends the logs of those that Tune gave up; raises as `fit`."""
     last: dict[str, Mapping[str, Any]] = {}

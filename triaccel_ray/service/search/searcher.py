@@ -30,7 +30,7 @@ _PARETO: Final = {"quality": True, "seconds_per_epoch": False, "peak_gb": False}
 """Metrics of the objective `pareto` -> True to maximize one, False to minimize it."""
 
 
-class JournaledSearch(Searcher):
+class JournaledSearcher(Searcher):
     """Suggests samples drawn by Optuna; a resumed search first gets its journaled samples again, then new ones.
 
     Each trial has its own sampler, so its sample depends only on seed, trial number and known results, and not on what

@@ -68,7 +68,7 @@ class Tracker:
         """Stores the arguments; the store is opened at first use.
 
         Args:
-            uri: `sqlite:///FILE`, `http://HOST:PORT` or `https://...`, checked by `session.named_store`.
+            uri: `sqlite:///FILE`, `http://HOST:PORT` or `https://...`, checked by `locations.named_store`.
             artifact_root: folder of artifacts for a SQLite store; a server has its own.
         """
         path = sqlite_path(uri)

@@ -35,7 +35,7 @@ def retry(work: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
         pause_s = min(2.0 * pause_s, RETRY_S)
 
 
-class Background:
+class RetryingThread:
     """Runs `work` in a background thread; retries it if the store is unreachable or the disk is full."""
 
     def __init__(self, work: Callable[[], object], what: str, *, interval_s: float | None = None) -> None:
