@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.trivial import Layers3, Layers60
+from tests.service.mlflow_server import Server, assert_equals_log, only_run
 from tests.service.proxy import Proxy, proxy_to
-from tests.service.stores import Server, assert_equals_log, only_run
 from triaccel_ray.service.tracking.shipper import Shipper
 from triaccel_ray.service.tracking.tracker import Tracker
 from triaccel_ray.trainables.registry import load_task

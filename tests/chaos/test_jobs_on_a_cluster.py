@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.desk import typed
 from tests.service.own_task import write_module
 from tests.service.ray_head import ray_head
+from tests.service.terminal import typed
 from tests.service.test_jobs import SECRETS
 from tests.service.waiting import wait_until
 from triaccel_ray.records.events import read_events

@@ -9,8 +9,8 @@ from urllib.parse import quote
 import pytest
 
 from tests.service.browser import needs_chromium, num_colours, screenshot, shown
+from tests.service.mlflow_server import Recorded, Server, runs, ship
 from tests.service.search_folder import simulated_search
-from tests.service.stores import Recorded, Server, runs, ship
 from triaccel_ray.service.commands.ui import runs_pages
 from triaccel_ray.service.tracking.shipper import ParentRun
 from triaccel_ray.service.tracking.tracker import Tracker

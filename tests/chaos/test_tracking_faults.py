@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.desk import fill
+from tests.chaos.shell import fill
 from tests.service.build import SimulatedRun
+from tests.service.mlflow_server import Server, assert_equals_log, free_port, only_run, runs
 from tests.service.proxy import Answer, Proxy, proxy_to
-from tests.service.stores import Server, assert_equals_log, free_port, only_run, runs
 from tests.service.waiting import DEADLINE_S, wait_until
 from triaccel_ray.records.events import End, EventLog
 from triaccel_ray.service.tracking.shipper import ParentRun, Shipper

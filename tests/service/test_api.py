@@ -14,10 +14,10 @@ import pytest
 import ray
 
 from tests.service.build import CONTROL, SimulatedRun
-from tests.service.desk import typed
+from tests.service.mlflow_server import runs
 from tests.service.own_task import write_module
 from tests.service.search_folder import simulated_search
-from tests.service.stores import runs
+from tests.service.terminal import typed
 from tests.service.waiting import wait_until
 from triaccel_ray import Report, RunFailedError, compare, run, search, tune_batch
 from triaccel_ray.service.cli.arguments import Run, Search

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.service.build import SimulatedRun
-from tests.service.desk import typed
 from tests.service.own_task import write_module
 from tests.service.records import RUN_SPEC
+from tests.service.terminal import typed
 from triaccel_ray.control.errors import BudgetTooSmallError
 from triaccel_ray.records.codec import encode
 from triaccel_ray.service.cli import execute as commands

@@ -12,8 +12,8 @@ import pytest
 from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.job_submission import JobDetails
 
-from tests.service.desk import typed
 from tests.service.records import RUN_SPEC
+from tests.service.terminal import typed
 from triaccel_ray.service.cli.parsing import parse
 from triaccel_ray.service.jobs import RESUME_KEY, WHAT_KEY, jobs_table, submission
 from triaccel_ray.service.storage.layout import SPEC, write_value

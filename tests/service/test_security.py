@@ -15,10 +15,10 @@ import pytest
 
 from tests.service.browser import Tags
 from tests.service.build import SimulatedRun
-from tests.service.desk import typed
+from tests.service.mlflow_server import Server
 from tests.service.records import RUN_SPEC
 from tests.service.search_folder import simulated_search
-from tests.service.stores import Server
+from tests.service.terminal import typed
 from tests.service.test_jobs import SECRETS
 from triaccel_ray.service.cli.options import Locations, command_for
 from triaccel_ray.service.commands.next_steps import command_to_resume

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.service.stores import free_port
+from tests.service.mlflow_server import free_port
 from triaccel_ray.service.cli.options import Locations
 from triaccel_ray.service.commands import doctor
 from triaccel_ray.service.commands.doctor import Finding, examine

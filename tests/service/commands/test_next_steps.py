@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.service.build import SimulatedRun
+from tests.service.mlflow_server import free_port
 from tests.service.records import run_of
-from tests.service.stores import free_port
 from triaccel_ray.records.events import End
 from triaccel_ray.service.cli.options import Locations
 from triaccel_ray.service.commands import recording as recorder

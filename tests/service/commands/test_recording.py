@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.build import SimulatedRun
-from tests.service.stores import ship
+from tests.service.mlflow_server import ship
 from triaccel_ray.service.cli.options import Locations
 from triaccel_ray.service.commands.recording import with_recorded_store
 from triaccel_ray.service.locations import tracker_of

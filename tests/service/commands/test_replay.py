@@ -8,8 +8,8 @@ import torch
 
 from tests.build import CONFIG, blobs, cross_entropy, mlp
 from tests.service.build import CONTROL, SimulatedRun
-from tests.service.desk import typed
 from tests.service.records import run_of
+from tests.service.terminal import typed
 from triaccel_ray.config import ControlConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.records.events import EventLog, LogError

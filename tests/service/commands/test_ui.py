@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from tests.service.build import SimulatedRun
-from tests.service.desk import typed
-from tests.service.stores import ship
+from tests.service.mlflow_server import ship
+from tests.service.terminal import typed
 from triaccel_ray.service.commands.ui import runs_pages
 from triaccel_ray.service.tracking.tracker import Tracker
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.build import SimulatedRun
-from tests.service.stores import assert_equals_log, history, only_run, ship
+from tests.service.mlflow_server import assert_equals_log, history, only_run, ship
 from triaccel_ray.records.events import read_events
 from triaccel_ray.service.tracking.shipper import Shipper
 from triaccel_ray.service.tracking.tracker import Tracker

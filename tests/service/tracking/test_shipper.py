@@ -13,8 +13,8 @@ import pytest
 from filelock import FileLock
 
 from tests.service.build import SimulatedRun
+from tests.service.mlflow_server import Server, assert_equals_log, history, only_run, runs, ship
 from tests.service.records import RUN_SPEC
-from tests.service.stores import Server, assert_equals_log, history, only_run, runs, ship
 from tests.service.waiting import DEADLINE_S
 from triaccel_ray.records.events import End, EventLog, read_events
 from triaccel_ray.service.storage.layout import SPEC, write_value

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.stores import Server
+from tests.service.mlflow_server import Server
 from triaccel_ray.service.cli.options import Locations
 from triaccel_ray.service.locations import named_store, tracking_uri_of
 from triaccel_ray.service.storage.storage_path import StoragePath
