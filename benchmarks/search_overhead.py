@@ -1,7 +1,7 @@
 """Overhead of a search beyond its training: trivial trials on one reused actor, against bare Ray Tune and Optuna alone.
 
 Run `python -m benchmarks.search_overhead`. All contenders train the same model on the same samples for one epoch per
-trial, one trial at a time, on thresholds drawn by the same Optuna sampler. Bare Tune reuses its actor and trains in
+trial, one trial at a time. The same Optuna sampler draws the thresholds. Bare Tune reuses its actor and trains in
 plain PyTorch; Optuna alone does so in this process and records nothing. Ours is what `triaccel search` runs: the
 control loop, an event log, a spec and an evaluation for every trial. Needs no GPU. Exits with 1 if a contender loses
 trials, or if the median time between two of our trials exceeds 1.5 s.

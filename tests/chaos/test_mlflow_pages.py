@@ -23,7 +23,7 @@ SCRIPTS_S = 30
 def recorded(server: Server, tmp_path: Path, experiment: str) -> dict[str, Recorded]:
     """The runs of a search as the server has them, by name."""
     tracker = Tracker(server.uri, tmp_path / "artifacts")
-    folder = simulated_search(tmp_path / "hunt", 4, has_pictures=True)
+    folder = simulated_search(tmp_path / "hunt", 4)
     ship(tracker, folder, experiment, ParentRun(tags={"kind": "search"}))
     return {run.name: run for run in runs(tracker, experiment)}
 

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.service.ray_head import free_ports
 from tests.service.waiting import wait_until
 from triaccel_ray.records.events import Interruption, Start, read_events
 from triaccel_ray.service.tracking.metrics import metrics_of, step_of
@@ -135,9 +135,7 @@ def assert_equals_log(tracker: Tracker, run: Recorded, log: Path) -> int:
 
 def free_port() -> int:
     """Returns a free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def ship(tracker: Tracker, root: Path, experiment: str, parent: ParentRun | None = None) -> int:

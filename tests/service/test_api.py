@@ -85,7 +85,7 @@ def test_a_class_has_the_name_by_which_others_import_it(monkeypatch: pytest.Monk
 
 
 def test_a_report_holds_the_search_as_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = read_search(simulated_search(tmp_path / "hunt", 6, has_pictures=True))
+    record = read_search(simulated_search(tmp_path / "hunt", 6))
     report = Report("hunt", storage_path=tmp_path)
     assert capsys.readouterr().out == ""
     _, said, _ = typed(capsys, "report", "hunt", "--storage-path", str(tmp_path))
@@ -102,7 +102,7 @@ def test_a_report_holds_the_search_as_values(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_in_a_notebook_a_report_is_its_page_and_of_a_trial_it_has_the_epochs(tmp_path: Path) -> None:
-    report = Report(simulated_search(tmp_path / "hunt", 2, has_pictures=True))
+    report = Report(simulated_search(tmp_path / "hunt", 2))
     before, _, inside = report._repr_html_().partition("srcdoc='")
     assert before.startswith("<iframe sandbox ")
     assert inside.index("'") == inside.index("'></iframe>")

@@ -70,7 +70,7 @@ def test_looking_at_a_folder_runs_no_code_that_it_names(
 ) -> None:
     monkeypatch.chdir(storage)
     (storage / "trap.py").write_text("import pathlib; pathlib.Path('sprung').touch()\n")
-    simulated_search(storage / "received", 1, num_epochs=1, task="trap:Mine", has_pictures=True)
+    simulated_search(storage / "received", 1, num_epochs=1, task="trap:Mine")
     status, said, _ = typed(capsys, "report", "received", "--storage-path", str(storage))
     assert (status, "triaccel run --from" in said) == (0, True)
     assert not (storage / "sprung").exists()
@@ -87,7 +87,7 @@ def test_what_a_folder_says_is_text_on_the_page_and_in_the_terminal(
     storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "<img src=x onerror=alert(1)>'\"[/red][link=x]\x1b]0;owned\x07\x1b[2J:bomb:"
-    folder = simulated_search(storage / "received", 1, num_epochs=1, task=evil, has_pictures=True)
+    folder = simulated_search(storage / "received", 1, num_epochs=1, task=evil)
     moved = folder.rename(storage / "<b>[bold]")
     status, said, _ = typed(capsys, "report", str(moved), "--storage-path", str(storage))
     assert status == 0

@@ -51,7 +51,7 @@ def rich_table(text_table: TextTable, *, to: Console | None = None) -> Table:
             break
     notes = [
         text_table.note,
-        f"left out for want of width: {', '.join(left_out)}; the page has them" if left_out else "",
+        f"too wide for this terminal, so left out: {', '.join(left_out)}; the page has them" if left_out else "",
     ]
     table.min_width = min(len(text_table.title), terminal.width)  # a title wraps at its table's width
     table.title, table.caption = text_table.title or None, "\n".join(filter(None, notes)) or None

@@ -61,7 +61,7 @@ def list_jobs(*, address: str | None) -> None:
     if jobs:
         out.print(rich_table(jobs_table(jobs, now_ms=time.time_ns() // 1_000_000)))
     else:
-        out.print("no jobs yet; `triaccel submit -- search digits` hands one over")
+        out.print("no jobs yet; `triaccel submit -- search digits` submits one")
 
 
 def show_logs(job: str, *, follow: bool, address: str | None) -> int:
@@ -96,11 +96,11 @@ def stop(job: str, *, address: str | None) -> None:
     with job_client(address) as client:
         client.stop_job(job)
         found = client.get_job_info(job)
-    out.print(f"{job} is told to stop; `triaccel logs {job} --follow` shows its end", soft_wrap=True)
+    out.print(f"{job} has been asked to stop; `triaccel logs {job} --follow` shows its end", soft_wrap=True)
     resume = (found.metadata or {}).get(RESUME_KEY)
     if resume is not None:
-        out.print(f"go on, on the cluster: triaccel submit{_address_option(address)} -- {resume}", soft_wrap=True)
-        out.print(f"go on, on this machine: triaccel {resume}", soft_wrap=True)
+        out.print(f"to resume on the cluster: triaccel submit{_address_option(address)} -- {resume}", soft_wrap=True)
+        out.print(f"to resume on this machine: triaccel {resume}", soft_wrap=True)
 
 
 def _address_option(address: str | None) -> str:
@@ -240,9 +240,9 @@ def submission(words: Sequence[str], *, name: str | None) -> tuple[dict[str, Any
 
 
 def _project_folder() -> Path:
-    """Returns the current folder, which travels with the job; raises ValueError if it is no project's."""
+    """Returns the current folder, which is uploaded with the job; raises ValueError if it is no project's."""
     folder = Path.cwd()
-    rule = "is no folder of a project, and would travel whole; change into the project's folder"
+    rule = "is not a project's folder, and all of it would be uploaded; change into the project's folder"
     require(folder not in (Path.home(), Path(folder.anchor)), "working directory", str(folder), rule)
     return folder
 

@@ -93,7 +93,7 @@ def require_storage(folder: Path, *, create: bool = False) -> None:
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     problem = "" if nearest.is_dir() else f"{nearest} is not a folder"
     if not problem and not os.access(nearest, os.W_OK | os.X_OK):
-        problem = f"you may not write in {nearest}"
+        problem = f"no permission to write in {nearest}"
     if create and not problem:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -122,7 +122,9 @@ def test_a_narrow_terminal_goes_without_columns(monkeypatch: pytest.MonkeyPatch,
     header = ("first", "second", "third")
     table = rich_table(TextTable(header=header, rows=[("a", "b", "c")], droppable=("second", "third")))
     assert [column.header for column in table.columns] == [name for name in header if name not in left_out]
-    assert table.caption == (f"left out for want of width: {left_out}; the page has them" if left_out else None)
+    assert table.caption == (
+        f"too wide for this terminal, so left out: {left_out}; the page has them" if left_out else None
+    )
 
 
 def test_columns_of_numbers_alone_are_on_the_right() -> None:

@@ -185,7 +185,7 @@ def test_a_baseline_that_does_not_look_has_the_same_picture(tmp_path: Path) -> N
     epochs = of_kind(Epoch, events_of(tmp_path))
     steep = [replace(epoch, train_loss=100.0 * 0.01**place, **blind) for place, epoch in enumerate(epochs)]
     figure = overview(steep, [], CONTROL.batch, Goal())
-    assert {"the same from the first step to the last", "not looked at before the end of the run"} <= texts(figure)
+    assert {"the same from the first step to the last", "not evaluated before the end of the run"} <= texts(figure)
     assert len(heights(figure, "Memory")) == 3
     assert axes_titled(figure, "Loss").get_yscale() == "log"
 

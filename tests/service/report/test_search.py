@@ -76,7 +76,7 @@ def test_a_search_lists_baselines_then_trials_best_first() -> None:
         "stopped early (pruned)": [99.0],
         "trial beyond the margin": [80.0],
         "trial": [91.0, 92.0],
-        "beaten by no other trial": [91.0, 92.0],
+        "Pareto front of the trials": [91.0, 92.0],
         "best: best, score 18.4": [92.0],
         "FP32": [90.0],
         "AMP": [90.0],
@@ -229,7 +229,7 @@ def test_what_decides_is_found_important_among_trials_at_the_same_epoch() -> Non
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A search with its page; one trial is damaged."""
-    folder = simulated_search(tmp_path_factory.mktemp("a") / "hunt", 32, has_pictures=True)
+    folder = simulated_search(tmp_path_factory.mktemp("a") / "hunt", 32)
     (folder / "trials" / "trial31" / "events.jsonl").write_text("no event\n")
     (folder / "trials" / "trial00").rename(folder / "trials" / "trial-000")
     return folder

@@ -68,7 +68,7 @@ def test_a_command_that_cannot_reach_the_store_at_its_end_says_so(
     machines: Machines, caplog: pytest.LogCaptureFixture
 ) -> None:
     words = f"triaccel resume run --storage-path {machines.place.storage}"
-    said = f"`{words}` typed here brings it there once the store answers"
+    said = f"`{words}` typed here uploads it once the store answers"
     away = machines.unreachable()
     with pytest.raises(StoreError, match=re.escape(said)), mirrored(machines.place, patience_s=0.3):
         away.__enter__()

@@ -97,7 +97,7 @@ def test_work_in_the_background_is_done_once_the_store_is_back(
     done.wait()
     wait_until(lambda: len(caplog.records) == 2)
     assert [record.getMessage() for record in caplog.records] == [
-        "a run: storage path = 'x': out of reach. Work goes on, and is brought there later",
+        "a run: storage path = 'x': out of reach. Training continues, and files are uploaded later",
         "a run: the store has everything again",
     ]
     errors[0] = TakenOverError("another process goes on")
@@ -109,7 +109,7 @@ def test_work_in_the_background_is_done_once_the_store_is_back(
     errors[0] = RuntimeError("nobody foresaw it")
     RetryingThread(work, "a search", interval_s=0.0)
     wait_until(lambda: len(caplog.records) == 3)
-    assert caplog.records[-1].getMessage() == "a search: nothing more is brought to the store meanwhile"
+    assert caplog.records[-1].getMessage() == "a search: nothing more is uploaded in the background"
     hold = threading.Event()
     slow = RetryingThread(hold.wait, "another run", interval_s=0.0)
     with pytest.raises(StoreError, match="another run: the store has not answered for 0 s"):

@@ -34,8 +34,8 @@ ConfigFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_
 JobName = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="JOB")]]
 Address = Annotated[str | None, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="")]
 SUBMIT_HELP = (
-    "The command after `--`, such as `triaccel submit -- search digits --trials 8`. The working directory travels with "
-    "the job, without .git, virtual environments, caches, data, results and what .gitignore names. The "
+    "The command after `--`, such as `triaccel submit -- search digits --trials 8`. The working directory is uploaded "
+    "with the job, without .git, virtual environments, caches, data, results and what .gitignore names. The "
     "cluster's Python needs triaccel-ray."
 )
 

@@ -44,7 +44,7 @@ def resumable(resume_command: str, place: StoragePath) -> Iterator[None]:
             text = f"stopped; to go on from the last checkpoint:\n{resume_command}"
         raise KeyboardInterrupt(text) from None
     except HeadLostError as error:
-        raise HeadLostError(f"{error}; once it is there again:\n{resume_command}") from error
+        raise HeadLostError(f"{error}; once it answers again:\n{resume_command}") from error
 
 
 def print_outcome(run: RunRecord) -> None:

@@ -29,11 +29,11 @@ from triaccel_ray.trainables.task import Purpose
 
 
 def choose_fixed_setting(
-    spec: ComparisonSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None = None
+    spec: ComparisonSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None
 ) -> None:
     """Chooses the fixed setting and writes it to `FIXED_SETTING`; trials that have ended are not run again.
 
-    Training and validation samples come from `shared`, if given.
+    Training and validation samples come from `shared`, unless it is None.
 
     Raises:
         RunFailedError: a trial failed for another reason than its setting; the message says how.

@@ -126,7 +126,7 @@ def _draw_metric(axes: Axes, epochs: Sequence[Epoch], at: Sequence[float], goal:
     values = [epoch.held_out(goal) for epoch in epochs]
     seen = [(place, value) for place, value in zip(at, values, strict=True) if value is not None]
     if not seen:
-        caption(axes, "not looked at before the end of the run")
+        caption(axes, "not evaluated before the end of the run")
         return
     axes.plot(*zip(*seen, strict=True), color=NAVY, linewidth=2.0, **_marker(epochs))
     mark_level(axes, seen[-1][1], goal.cell(seen[-1][1]), NAVY)

@@ -147,8 +147,8 @@ _TIE_SHARE = 0.01
 def recommendation(record: SearchRecord) -> tuple[str, str]:
     """Returns what to train with, the best trial or a baseline that beats it in the search's objective, and a command.
 
-    The command is empty if neither a trial nor a baseline can be recommended, such as while no trial has
-    finished and some have not begun.
+    The command is empty if neither a trial nor a baseline can be recommended. An example: no trial has finished, and
+    some have not begun.
     """
     best, objective, compared = best_trial(record), record.objective, candidates(record)
     has_more = len(record.trials) + len(record.damaged) < record.spec.num_trials
@@ -261,7 +261,7 @@ def outcomes(record: SearchRecord) -> list[Series]:
         Series(label="stopped early (pruned)", points=pruned, look={"marker": "x", "color": GRAY, "alpha": 0.7}),
         Series(label="trial beyond the margin", points=poor, look={**hollow, "color": GRAY}),
         Series(label="trial", points=good, look={"marker": "o", "color": BLUE, "alpha": 0.55}),
-        Series(label="beaten by no other trial", points=good, look=front, is_front=True),
+        Series(label="Pareto front of the trials", points=good, look=front, is_front=True),
     ]
     for name, run in compared.items():
         performance = [] if run.performance is None else [run.performance]

@@ -78,8 +78,8 @@ def fit(
 ) -> dict[str, Mapping[str, Any]]:
     """Trains the trials of `config`, or those listed in `space`, with Ray Tune; returns their last results by name.
 
-    If a trial was lost too often or could not reach its store, its result is the exception under `error`, which is
-    also written to its log. Tune keeps its own state in a temporary folder, and nothing is read from it.
+    If a trial was lost too often or could not reach its store, its result is the exception, under `error`. Its log has
+    it, too. Tune keeps its own state in a temporary folder, and nothing is read from it.
 
     Raises:
         DiskFullError: the disk was full for one trial; the others were stopped.

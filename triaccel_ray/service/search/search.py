@@ -83,7 +83,7 @@ class SearchRecord:
         return Objective(name=self.spec.objective, goal=self.spec.base.goal)
 
 
-def prepare(spec: SearchSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None = None) -> Prepared:
+def prepare(spec: SearchSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None) -> Prepared:
     """Runs the FP32 and AMP baselines and the probe unless they have finished; returns what the trials need of them.
 
     Raises:

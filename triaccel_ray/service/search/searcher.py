@@ -33,11 +33,11 @@ _PARETO: Final = {"quality": True, "seconds_per_epoch": False, "peak_gb": False}
 class JournaledSearcher(Searcher):
     """Suggests samples drawn by Optuna; a resumed search first gets its journaled samples again, then new ones.
 
-    Each trial has its own sampler, so its sample depends only on seed, trial number and known results, and not on what
-    the process has drawn before.
+    Each trial has its own sampler. So its sample depends only on seed, trial number and known results, not on what the
+    process has drawn before.
     """
 
-    def __init__(self, spec: SearchSpec, place: StoragePath, claim: Claim | None = None) -> None:
+    def __init__(self, spec: SearchSpec, place: StoragePath, claim: Claim | None) -> None:
         """Reads the journal of the search at `place`, if there is one, and cuts off an incomplete last line.
 
         With a `claim` on the search's log, nothing is suggested or journaled once another process has taken it over.

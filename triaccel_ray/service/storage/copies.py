@@ -7,7 +7,7 @@ raise StoreError while it is unreachable.
 
 A checkpoint counts the records of its log. Whoever downloads both must find at least as many in the log. So a log is
 uploaded before its checkpoint, but opened after it, and downloaded after it. The trained model is uploaded before the
-log and opened after it: if a log says how the run ended, the model is in the store.
+log and opened after it. So if a log says how the run ended, the model is in the store.
 """
 
 from __future__ import annotations
@@ -120,5 +120,5 @@ def naming_local_copy(place: StoragePath, folder: Path) -> Iterator[None]:
         command = shlex.join(["triaccel", "resume", whole, "--storage-path", place.storage])
         raise StoreError(
             f"not everything of {place} is in the store ({error}). Nothing is lost: it is in {folder} on this "
-            f"machine, and `{command}` typed here brings it there once the store answers"
+            f"machine, and `{command}` typed here uploads it once the store answers"
         ) from error

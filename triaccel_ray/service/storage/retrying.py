@@ -80,11 +80,11 @@ class RetryingThread:
                 self._work()
             except (StoreError, DiskFullError, OSError) as error:
                 if self._error is None:
-                    _logger.warning("%s: %s. Work goes on, and is brought there later", self._what, error)
+                    _logger.warning("%s: %s. Training continues, and files are uploaded later", self._what, error)
                 self._error = error
             except Exception as error:
                 if not isinstance(error, TakenOverError):  # `request` raises it, but may never be called for others
-                    _logger.exception("%s: nothing more is brought to the store meanwhile", self._what)
+                    _logger.exception("%s: nothing more is uploaded in the background", self._what)
                 self._error = error
                 return
             else:

@@ -75,7 +75,7 @@ class TrainingFolder:
             if writer not in (None, own_name, self._writer_before):
                 raise TakenOverError(
                     f"{self._place}: another process has taken this run over, and goes on with it ({writer}); this one "
-                    "has ended and brings nothing more there"
+                    "has ended and uploads nothing more"
                 )
 
             def take_over() -> None:

@@ -73,7 +73,7 @@ class Shipment:
     before it is created, and duplicates are deleted. Tags, artifacts and the final status overwrite themselves.
 
     MLflow cannot delete single values. If a resumed run's log lacks records that were shipped before, the log goes to
-    a new MLflow run of the same key and name, and the old one is deleted.
+    a new MLflow run of the same key and name. The old one is deleted.
     """
 
     def __init__(self, tracker: Tracker, folder: Path, description: RunDescription) -> None:
