@@ -2,9 +2,9 @@
 
 Run `python -m benchmarks.tracking`. A process trains one run. Every other epoch is recorded as by `triaccel run` (event
 log; a thread of this process ships it to a real MLflow server). The rest is not recorded. The server answers, is
-killed, hangs, or a proxy answers 500 in its place. In the end it is back and must hold every value of the event log once. The
-models have 3 and 60 layers, on a CPU; `--task` trains any task instead, on a GPU if there is one. Besides the two
-times, which a busy machine blurs, the output has the time that the training process spends on records. State `twice
+killed, hangs, or a proxy answers 500 in its place. In the end it is back and must hold every value of the event log
+once. The models have 3 and 60 layers, on a CPU; `--task` trains any task instead, on a GPU if there is one. Besides the
+two times, which a busy machine blurs, the output has the time that the training process spends on records. State `twice
 off` records nothing on either side: it shows the noise of the comparison. Exits with 1 if anything is lost, or if
 records take more than 1% of the training time in any of the other states.
 """
