@@ -5,7 +5,7 @@ from typing import Any
 from triaccel_ray.service.runs.checkpointing import CheckpointPolicy
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.runs.trial import NAME, RunTrial, TrialContext
+from triaccel_ray.service.runs.trial import NAME_KEY, RunTrial, TrialContext
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 
@@ -26,7 +26,7 @@ def local_trial(context: TrialContext, config: dict[str, Any]) -> RunTrial:
 def local_run(spec: RunSpec, place: StoragePath, shared: SharedSplits | None = None) -> RunTrial:
     """A run of its own at `place`, which no search judges."""
     context = TrialContext(place=place.parent, spec_of=lambda config: spec, shared=shared)
-    return local_trial(context, {NAME: place.base_name})
+    return local_trial(context, {NAME_KEY: place.base_name})
 
 
 def trained(trial: RunTrial) -> dict[str, Any]:

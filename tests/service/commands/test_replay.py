@@ -105,7 +105,7 @@ def test_a_memory_plan_that_differs_is_told_by_region(run: RunRecord) -> None:
 
 
 def test_reasons_are_listed_oldest_first_and_cut(run: RunRecord) -> None:
-    table, whole = reasons_table(run, most=3), reasons_table(run, most=10**6)
+    table, whole = reasons_table(run, max_rows=3), reasons_table(run, max_rows=10**6)
     total = len(whole.rows)
     assert total > 10
     assert (table.rows, table.note) == (whole.rows[:3], f"{total - 3} more; --reasons {total} shows all")
@@ -125,7 +125,7 @@ def test_a_reason_that_lasts_has_one_row_with_its_first_and_last_step(run: RunRe
         )
         for index, (tick, chosen) in enumerate(zip(run.ticks, said, strict=False))
     ]
-    table = reasons_table(replace(run, ticks=tuple(ticks)), most=9)
+    table = reasons_table(replace(run, ticks=tuple(ticks)), max_rows=9)
     rows = [(row[0], row[3]) for row in table.rows]
     assert rows == [("0", "grows"), ("0 to 20", "waits"), ("20", "stays"), ("40", "waits")]
 

@@ -31,7 +31,7 @@ def execute(command: arguments.Command) -> int:
         case arguments.Replay():
             run = read_run(find_run(command.name, command.where))
             lines = list(verdict(run, replayed_control(command, run.start.control)))
-            out.print(rich_table(reasons_table(run, most=command.reasons)))
+            out.print(rich_table(reasons_table(run, max_rows=command.reasons)))
             out.print("\n".join(lines), soft_wrap=True)
         case arguments.Ui():
             return ui.show(tracker_of(command.where), command.host, command.port)

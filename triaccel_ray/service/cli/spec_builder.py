@@ -44,8 +44,8 @@ def spec_of(command: TrainingCommand) -> RunSpec | SearchSpec | ComparisonSpec:
     raise TypeError(f"{type(command).__name__} trains nothing")
 
 
-_OF_THE_ENGINE = ("initial", "allow_slow_precisions", "fp8")
-"""Options of the rule of precisions that say how a method computes which adapts none."""
+_PRECISION_SETTINGS_OF_EVERY_METHOD = ("initial", "allow_slow_precisions", "fp8")
+"""Settings of `precision` that a method on this engine uses even if it adapts no precision."""
 
 
 def _run_of(command: Run) -> RunSpec:
@@ -62,7 +62,7 @@ def _run_of(command: Run) -> RunSpec:
 
 
 def _require_used(spec: RunSpec, options: Given) -> None:
-    """Checks that the method uses the given options of rules, unless they turn a rule off.
+    """Checks that the method uses the given options of the precision and curvature rules; turning one off is allowed.
 
     Raises:
         ValueError: it does not.
@@ -71,7 +71,7 @@ def _require_used(spec: RunSpec, options: Given) -> None:
         return
     control = spec.method_control
     off = {("control", part) for part in ("precision", "curvature") if not getattr(control, part).enabled}
-    used = ("enabled",) if spec.is_baseline else ("enabled", *_OF_THE_ENGINE)
+    used = ("enabled",) if spec.is_baseline else ("enabled", *_PRECISION_SETTINGS_OF_EVERY_METHOD)
     for setting in RUN_SETTINGS.values():
         if setting.path in options and setting.path[:2] in off:
             rule = f"--method {spec.method} does not use it; leave it out, or give --method triaccel"

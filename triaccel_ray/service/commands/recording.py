@@ -32,7 +32,7 @@ FLUSH_TIMEOUT_S = 15.0
 
 @dataclass(frozen=True, kw_only=True)
 class CommandContext:
-    """What a command trains anew or resumes: its storage, and where it is recorded."""
+    """Where a command that trains keeps its result, and where it records it."""
 
     place: StoragePath
     where: Locations
@@ -56,7 +56,8 @@ class CommandContext:
 def with_recorded_store(folder: Path, where: Locations) -> Locations:
     """Returns `where` with the tracking store that holds the run of `folder`, unless `where` names a store.
 
-    A SQLite file that is gone has been moved, perhaps together with the runs: the usual store is used.
+    If that store is a SQLite file that no longer exists, it was moved, perhaps with the runs. Then the default store is
+    used.
     """
     shipped = read_shipment_state(folder)
     if where.tracking_uri is None and shipped is not None:
@@ -87,9 +88,9 @@ def search_parent(spec: SearchSpec, folder: Path) -> ParentRun:
 
 @contextlib.contextmanager
 def recording(context: CommandContext, *, parent: ParentRun | None = None) -> Iterator[None]:
-    """Ships the logs of the work to the tracking store in the background, and the rest of them at the end.
+    """Ships event logs to the tracking store in the background while the body trains, and the rest of them at the end.
 
-    A failing store neither stops nor slows the work. If records are missing at the end, a message says so and names the
+    A failing store neither stops nor slows training. If records are missing at the end, a message says so and names the
     command that ships them.
     """
     shipper = Shipper(context.tracker, context.folder, experiment=context.experiment, parent=parent)

@@ -104,8 +104,8 @@ def mark_level(axes: Axes, value: float, text: str, color: str = GRAY) -> None:
 
 def legend(axes: Axes, **options: Any) -> None:
     """Adds a legend, by default above the axes, beside the title, so that it never covers data."""
-    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
-    axes.legend(**{**_LEGEND, **place, "columnspacing": 1.4, "handlelength": 1.2, **options})
+    position: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
+    axes.legend(**{**_LEGEND, **position, "columnspacing": 1.4, "handlelength": 1.2, **options})
 
 
 def shorten(name: str) -> str:

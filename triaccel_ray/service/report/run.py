@@ -37,7 +37,7 @@ def batch_table(run: RunRecord) -> TextTable:
             cells[1:] = f"{each.step_ms:.3f}", f"{rate:,.0f}", f"{100 * rate / best:.1f}"
         how = "does not fit" if each.step_ms is None else _plan_text(each)
         rows.append([*cells, f"{each.peak_bytes / 1e9:.3f}", how])
-    most, asked = run.start.control.batch.maximum, run.spec.control.batch.maximum
+    largest, asked = run.start.control.batch.maximum, run.spec.control.batch.maximum
     is_rising = run.efficient_batch_size is not None and run.efficient_batch_size == max(run.ms_per_sample)
     unfit = any(each.step_ms is None for each in run.throughputs)
     return TextTable(
@@ -47,7 +47,7 @@ def batch_table(run: RunRecord) -> TextTable:
         note=lines(
             f"*: the smallest with {EFFICIENT_SHARE:.0%} of the best samples/s" if run.efficient_batch_size else "",
             "sizes above the one that does not fit were not tried" if unfit else "",
-            f"sizes above {most} were not tried: there are {most} training samples" if most < asked else "",
+            f"sizes above {largest} were not tried: there are {largest} training samples" if largest < asked else "",
             "no smaller size is efficient, so try a larger --batch-max" if is_rising and not unfit else "",
         ),
     )

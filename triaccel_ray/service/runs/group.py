@@ -84,7 +84,7 @@ class Group:
         return has_begun
 
     def next_progress(self) -> Progress:
-        """Has the ranks train one epoch, and returns how far the run is; an epoch that was reported is not again.
+        """Has the ranks train one epoch, and returns how far the run is; each epoch is reported once.
 
         Raises:
             PreemptedError: processes were lost too often, without an epoch in between.
@@ -119,14 +119,14 @@ class Group:
 
 def _trainer(setup: GroupSetup, mailbox: Any, folder: str) -> Any:
     """Returns the trainer that runs the group; it writes to `folder`, nothing of which is needed later."""
-    least, most = setup.spec.gpu_range
-    wait_s = _WAIT_FOR_GPUS_S if least == most else _WAIT_FOR_GPUS_ELASTIC_S
+    min_ranks, max_ranks = setup.spec.gpu_range
+    wait_s = _WAIT_FOR_GPUS_S if min_ranks == max_ranks else _WAIT_FOR_GPUS_ELASTIC_S
     os.environ.update(_RAY_TRAIN, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(wait_s))  # the process may train another
     return TorchTrainer(
         functools.partial(train_rank, setup, mailbox),
         torch_config=NetworkInterfaceConfig(),
         scaling_config=ScalingConfig(
-            num_workers=most if least == most else (least, most),
+            num_workers=max_ranks if min_ranks == max_ranks else (min_ranks, max_ranks),
             use_gpu=setup.on_gpus,
             resources_per_worker={"CPU": 1.0, "GPU": 1.0} if setup.on_gpus else {"CPU": 1.0},
             elastic_resize_monitor_interval_s=RESIZE_INTERVAL_S,

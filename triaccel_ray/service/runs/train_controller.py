@@ -15,7 +15,7 @@ from ray.train import UserCallback
 from ray.train.torch import TorchConfig
 
 _REFRESH_S = 60
-"""Seconds for which the cluster is looked at after a loss. Ray notices a lost machine after some 15 s."""
+"""Seconds for which the list of machines is refreshed after a loss. Ray notices a lost machine after some 15 s."""
 
 
 class RankFailedError(RuntimeError):
@@ -59,7 +59,7 @@ class EndOnFailure(UserCallback):
 
 
 def refresh_cluster_view() -> None:
-    """Has Ray Train see every second, for a minute, which machines there are; by itself it looks every 20 s."""
+    """Refreshes Ray Train's list of machines every second for a minute; by default Ray Train does so every 20 s."""
     # There is no public way. Importing this takes long, and only Ray Train's controller comes here, which has it.
     from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as autoscaling
 

@@ -20,7 +20,7 @@ from triaccel_ray.service.failures import (
     DiskFullError,
     StoreError,
     cause_of,
-    failed,
+    failure_record,
     picklable,
     write_traceback,
 )
@@ -40,11 +40,11 @@ from triaccel_ray.service.storage.training_folder import TrainingFolder, editing
 
 _logger = logging.getLogger(__name__)
 
-NAME = "trial"
+NAME_KEY = "trial"
 """Key of a configuration: the name of the trial's folder."""
-ENDED = "ended"
+ENDED_KEY = "ended"
 """Key of a configuration: whether the trial had ended, as far as its search knew when it was interrupted."""
-FINISHED = "finished"
+FINISHED_KEY = "finished"
 """Key of a result: whether the trial ended by itself, after its last epoch or with a failure."""
 FAILED_OBJECTIVE = -1e9
 """Objective of a configuration that diverged or did not fit in memory: below that of any other."""
@@ -128,9 +128,9 @@ class RunTrial(tune.Trainable):
 
     def _configure(self, config: dict[str, Any]) -> None:
         self._spec = self._context.spec_of(config)
-        self._place = self._context.place / config.get(NAME, self.trial_id)
+        self._place = self._context.place / config.get(NAME_KEY, self.trial_id)
         self._folder = TrainingFolder(self._place)
-        self._has_ended, self._unreported = config.get(ENDED, False), None
+        self._has_ended, self._unreported = config.get(ENDED_KEY, False), None
 
     def _results_in_log(self, folder: Path) -> list[dict[str, Any]]:
         """Returns the results of the epochs in the folder's log; the last is marked done if the trial has ended."""
@@ -147,7 +147,7 @@ class RunTrial(tune.Trainable):
         if run.end is not None and run.end.status == "failed":
             return [*results, _failed_result(run.end.cause, run.end.message)]
         if results and (self._has_ended or is_finished or results[-1]["done"]):
-            results[-1] |= {"done": True, FINISHED: is_finished}
+            results[-1] |= {"done": True, FINISHED_KEY: is_finished}
             if run.end is None:  # pruned by the scheduler, and lost before it was logged
                 end_run(folder, None, End(status="stopped"))
         return results
@@ -155,7 +155,7 @@ class RunTrial(tune.Trainable):
     def _train(self) -> dict[str, Any]:
         progress = self._train_together() if self._spec.is_distributed else self._train_here()
         result = self._result(progress.epoch, progress.performance)
-        return result | ({"done": True, FINISHED: True} if progress.finished else {})
+        return result | ({"done": True, FINISHED_KEY: True} if progress.finished else {})
 
     def _train_here(self) -> Progress:
         shared = self._context.shared
@@ -177,7 +177,7 @@ class RunTrial(tune.Trainable):
 
     def _result(self, epoch: int, performance: Performance | None) -> dict[str, Any]:
         """Returns what Tune hears of an epoch; a trial that is too far behind AMP is done without having finished."""
-        result: dict[str, Any] = {"epoch": epoch, "done": False, FINISHED: False}
+        result: dict[str, Any] = {"epoch": epoch, "done": False, FINISHED_KEY: False}
         objective = self._context.objective
         if objective is None or performance is None:
             return result
@@ -215,7 +215,7 @@ class RunTrial(tune.Trainable):
                     write_traceback(folder, error)
                     run = read_if_begun(folder) if has_begun else None
                     if run is None or run.end is None:  # else rank 0 has ended it
-                        end_run(folder, self._spec, failed(error))
+                        end_run(folder, self._spec, failure_record(error))
             self._upload()
         if not is_in_search:
             return {**result, "error": picklable(error) if group is None else error, "is_refused": is_refused}
@@ -244,7 +244,7 @@ def _failed_result(cause: str, message: str) -> dict[str, Any]:
         "objective": FAILED_OBJECTIVE,
     }
     unfinished = "" if cause in CONFIGURATION_CAUSES else cause
-    return {**performance, "done": True, FINISHED: True, "unfinished": unfinished, "message": message}
+    return {**performance, "done": True, FINISHED_KEY: True, "unfinished": unfinished, "message": message}
 
 
 def reopen(folder: Path) -> None:

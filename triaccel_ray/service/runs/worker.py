@@ -27,7 +27,7 @@ from triaccel_ray.records.goal import LOSS
 from triaccel_ray.service.failures import (
     NonFiniteLossError,
     cause_of,
-    failed,
+    failure_record,
     keep_replaced,
     reporting_full_disk,
     require_finite_result,
@@ -204,7 +204,7 @@ class Worker:
     def fail(self, error: Exception) -> None:
         """Ends the log of a run that failed with `error`, and writes the traceback beside it."""
         write_traceback(self.folder, error)
-        self.log.append(failed(error))
+        self.log.append(failure_record(error))
 
     def close(self) -> None:
         """Frees model, data and memory, and closes the log; raises DiskFullError if there is no room for it."""
