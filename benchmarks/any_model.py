@@ -169,9 +169,9 @@ def ours(workload: Workload, method: str) -> tuple[Step, Callable[[], Tensor], A
     """Returns a function that makes a step, one that returns the last step's loss, and the loop with its ticks."""
     from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, ExecutionConfig, PrecisionConfig
 
-    most = max(workload.batch_size, 512)
+    maximum = max(workload.batch_size, 512)
     config = ControlConfig(
-        batch=BatchConfig(enabled=False, minimum=workload.batch_size, start=workload.batch_size, maximum=most)
+        batch=BatchConfig(enabled=False, minimum=workload.batch_size, start=workload.batch_size, maximum=maximum)
     )
     if method == "fp8":
         config = replace(config, precision=PrecisionConfig(fp8=True, initial=Precision.FP8))
@@ -200,7 +200,7 @@ def ours(workload: Workload, method: str) -> tuple[Step, Callable[[], Tensor], A
 
 
 class Started(NamedTuple):
-    """A job whose first steps have compiled and captured what the others run."""
+    """A workload whose first steps have compiled and captured what the others run."""
 
     step: Step
     last_loss: Callable[[], Tensor]

@@ -206,10 +206,10 @@ def main() -> int:
     parser.add_argument("--prewarm", action="store_true", help="compile all models at once first")
     parser.add_argument("--network", type=float, default=50.0, help="assumed GB/s of each GPU between hosts")
     args = parser.parse_args()
-    most = max(args.gpus)
+    max_gpus = max(args.gpus)
     if min(args.gpus) < 2:
         parser.error("--gpus: each number must be at least 2, to be compared with one GPU")
-    if not has_gpus(most):
+    if not has_gpus(max_gpus):
         return 1
     alone = [
         Run(model=model, method=method, num_gpus=1, num_steps=args.steps)
@@ -219,13 +219,15 @@ def main() -> int:
         short = [replace(run, num_steps=STRETCHES) for run in alone if run.method in PREWARMED]
         short += [replace(run, num_gpus=2) for run in short]
         with ThreadPoolExecutor(len(short) or 1) as pool:
-            placed = [replace(run, first_gpu=index % (most // 2) * 2) for index, run in enumerate(short)]
+            placed = [replace(run, first_gpu=index % (max_gpus // 2) * 2) for index, run in enumerate(short)]
             list(pool.map(figures_of, placed))
-    link = spawned(measure_link, most, most)
+    link = spawned(measure_link, max_gpus, max_gpus)
     print(
         f"all-reduce: {1e3 * link['latency_ms']:.0f} us of latency, {link['bytes_per_ms'] / 1e6:.0f} GB/s", flush=True
     )
-    found = figures_on_free_gpus(most, [replace(run, num_gpus=number) for number in (1, *args.gpus) for run in alone])
+    found = figures_on_free_gpus(
+        max_gpus, [replace(run, num_gpus=number) for number in (1, *args.gpus) for run in alone]
+    )
     for run, number in itertools.product(alone, args.gpus):
         print_row(replace(run, num_gpus=number), found[run], found[replace(run, num_gpus=number)], link, args.network)
     return int(not all(each["equal"] for each in found.values()))

@@ -130,8 +130,8 @@ def main() -> int:
             yield found[-1]
             if "error" in found[-1]:
                 return
-            least = 1.1 * found[-1].get("least_mib", found[-1]["budget_mib"])
-            budgets = [least + (peak - least) * index / max(args.sweep - 1, 1) for index in range(args.sweep)]
+            min_mib = 1.1 * found[-1].get("least_mib", found[-1]["budget_mib"])
+            budgets = [min_mib + (peak - min_mib) * index / max(args.sweep - 1, 1) for index in range(args.sweep)]
         for budget in budgets:
             found.append(run_apart(run, args, round(budget)))
             yield found[-1]

@@ -64,14 +64,14 @@ def installed(names: Sequence[str]) -> list[str]:
 
 
 def model_name(name: str) -> str:
-    """Returns the name of a model if there is a job for it."""
+    """Returns the name of a model if there is a workload for it."""
     if name not in SIZES and not name.startswith(TIMM_PREFIX):
         raise ArgumentTypeError(f"{name}: must be one of {', '.join(SIZES)}, or {TIMM_PREFIX}NAME")
     return name
 
 
 def workload_of(name: str, seed: int = 0, num_samples: int = 0) -> Workload:
-    """Returns the job for a model of `SIZES` or timm, on the GPU, with at least so many samples."""
+    """Returns the workload for a model of `SIZES` or timm, on the GPU, with at least so many samples."""
     torch.manual_seed(seed)
     num_samples = max(num_samples, NUM_SAMPLES.get(name, 4096))
     if name in GPTS:
