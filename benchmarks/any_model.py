@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.jobs import SIZES, Job, installed, job_of, model_name
 from benchmarks.processes import Measurement, has_gpus, parser_of, print_all, run_apart
+from benchmarks.workloads import SIZES, Workload, installed, model_name, workload_of
 from triaccel_ray.cuda.allocator import use_lean_memory
 from triaccel_ray.data.sampler import epoch_order
 from triaccel_ray.measure.memory import MemoryMeter, memory_meter
@@ -54,8 +54,8 @@ Step = Callable[[], Any]
 class Samples(torch.utils.data.Dataset[Any]):
     """A map-style data set of (mapping, target) pairs, as for tokenized text."""
 
-    def __init__(self, job: Job) -> None:
-        self._inputs, self._targets = map_tensors(Tensor.cpu, job.inputs), job.targets.cpu()
+    def __init__(self, workload: Workload) -> None:
+        self._inputs, self._targets = map_tensors(Tensor.cpu, workload.inputs), workload.targets.cpu()
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -64,44 +64,44 @@ class Samples(torch.utils.data.Dataset[Any]):
         return {name: tensor[index] for name, tensor in self._inputs.items()}, self._targets[index]
 
 
-def optimizer_of(job: Job) -> torch.optim.Optimizer:
+def optimizer_of(workload: Workload) -> torch.optim.Optimizer:
     """Returns the optimizer, which is the same for all methods."""
-    return torch.optim.AdamW(job.model.parameters(), lr=3e-4, weight_decay=0.01, fused=True, capturable=True)
+    return torch.optim.AdamW(workload.model.parameters(), lr=3e-4, weight_decay=0.01, fused=True, capturable=True)
 
 
-def batches(job: Job, share: slice = slice(None)) -> Iterator[tuple[Any, Tensor]]:
+def batches(workload: Workload, share: slice = slice(None)) -> Iterator[tuple[Any, Tensor]]:
     """Yields whole batches, or a share of each, from tensors on the GPU, in the control loop's order of each epoch."""
     for epoch in itertools.count():
-        order = epoch_order(len(job.targets), seed=0, epoch=epoch).cuda()
-        for batch in order.split(job.batch_size):
-            if len(batch) == job.batch_size:
+        order = epoch_order(len(workload.targets), seed=0, epoch=epoch).cuda()
+        for batch in order.split(workload.batch_size):
+            if len(batch) == workload.batch_size:
                 part = batch[share]
-                yield map_tensors(functools.partial(_rows, part), job.inputs), job.targets[part]
+                yield map_tensors(functools.partial(_rows, part), workload.inputs), workload.targets[part]
 
 
 def _rows(indices: Tensor, tensor: Tensor) -> Tensor:
     return tensor[indices]
 
 
-def peer(job: Job, method: str) -> tuple[Step, Callable[[], Tensor]]:
+def peer(workload: Workload, method: str) -> tuple[Step, Callable[[], Tensor]]:
     """Returns a PyTorch method as a function that makes a step and one that returns the last step's loss."""
-    model, optimizer = job.model.train(), optimizer_of(job)
-    if method != "amp" and job.is_image:
+    model, optimizer = workload.model.train(), optimizer_of(workload)
+    if method != "amp" and workload.is_image:
         model.to(memory_format=torch.channels_last)
     mode = "reduce-overhead" if method == "reduce-overhead" else None
 
     def loss_at(inputs: Any, targets: Tensor) -> Tensor:
-        return loss_of(job, model, inputs, targets)
+        return loss_of(workload, model, inputs, targets)
 
     compute = loss_at if method == "amp" else torch.compile(loss_at, mode=mode, dynamic=False)
-    drawn = batches(job)
+    drawn = batches(workload)
     if method == "graph":
-        return _graphed(job, compute, optimizer, drawn)
+        return _graphed(workload, compute, optimizer, drawn)
     last: list[Tensor] = []
 
     def step() -> None:
         inputs, targets = next(drawn)
-        if job.is_image and method != "amp":
+        if workload.is_image and method != "amp":
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         loss = compute(inputs, targets)
         loss.backward()
@@ -113,15 +113,15 @@ def peer(job: Job, method: str) -> tuple[Step, Callable[[], Tensor]]:
 
 
 def _graphed(
-    job: Job,
+    workload: Workload,
     compute: Callable[[Any, Tensor], Tensor],
     optimizer: torch.optim.Optimizer,
     drawn: Iterator[tuple[Any, Tensor]],
 ) -> tuple[Step, Callable[[], Tensor]]:
     stream = torch.cuda.Stream()
-    before = copy.deepcopy(job.model.state_dict())
-    inputs, targets = map_tensors(torch.clone, next(batches(job)))
-    if job.is_image:
+    before = copy.deepcopy(workload.model.state_dict())
+    inputs, targets = map_tensors(torch.clone, next(batches(workload)))
+    if workload.is_image:
         inputs = inputs.contiguous(memory_format=torch.channels_last)
 
     def work() -> Tensor:
@@ -139,7 +139,7 @@ def _graphed(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         loss = work()
-    job.model.load_state_dict(before)  # undo the warm-up steps
+    workload.model.load_state_dict(before)  # undo the warm-up steps
     for state in optimizer.state.values():
         for tensor in state.values():
             tensor.zero_()
@@ -158,19 +158,21 @@ def _tensors(value: Any) -> list[Tensor]:
     return list(value.values()) if isinstance(value, dict) else [value]
 
 
-def loss_of(job: Job, forward: Any, inputs: Any, targets: Tensor) -> Tensor:
+def loss_of(workload: Workload, forward: Any, inputs: Any, targets: Tensor) -> Tensor:
     """Returns the loss, computed under autocast to BF16."""
     with torch.autocast("cuda", torch.bfloat16):
         outputs = forward(**inputs) if isinstance(inputs, dict) else forward(inputs)
-        return job.loss(outputs, targets)
+        return workload.loss(outputs, targets)
 
 
-def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
+def ours(workload: Workload, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
     """Returns a function that makes a step, one that returns the last step's loss, and the loop with its ticks."""
     from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, ExecutionConfig, PrecisionConfig
 
-    most = max(job.batch_size, 512)
-    config = ControlConfig(batch=BatchConfig(enabled=False, minimum=job.batch_size, start=job.batch_size, maximum=most))
+    maximum = max(workload.batch_size, 512)
+    config = ControlConfig(
+        batch=BatchConfig(enabled=False, minimum=workload.batch_size, start=workload.batch_size, maximum=maximum)
+    )
     if method == "fp8":
         config = replace(config, precision=PrecisionConfig(fp8=True, initial=Precision.FP8))
     elif method != "loop":
@@ -182,9 +184,9 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
             shard_optimizer=method.startswith("sharded"),
             execution=ExecutionConfig(activations="recompute" if method == "checkpointed" else "keep"),
         )  # fmt: skip
-    data = Samples(job) if isinstance(job.inputs, dict) else (job.inputs, job.targets)
+    data = Samples(workload) if isinstance(workload.inputs, dict) else (workload.inputs, workload.targets)
     ticks: list[Any] = []
-    loop = ControlLoop(job.model, optimizer_of(job), job.loss, data, config=config, on_tick=ticks.append)
+    loop = ControlLoop(workload.model, optimizer_of(workload), workload.loss, data, config=config, on_tick=ticks.append)
     before = [torch.zeros((), device="cuda"), torch.zeros((), device="cuda")]
 
     def last() -> Tensor:
@@ -198,7 +200,7 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
 
 
 class Started(NamedTuple):
-    """A job whose first steps have compiled and captured what the others run."""
+    """A workload whose first steps have compiled and captured what the others run."""
 
     step: Step
     last_loss: Callable[[], Tensor]
@@ -213,15 +215,15 @@ def start(name: str, method: str, seed: int) -> Started:
     """Makes the first six steps of one model with one method."""
     use_lean_memory(torch.device("cuda", 0))  # as the service's processes do; any program may call it
     began, memory = time.perf_counter(), memory_meter(torch.device("cuda", 0))
-    job = job_of(name, seed)
+    workload = workload_of(name, seed)
     torch.cuda.synchronize()
     ready = time.perf_counter()
     parts: Any = None
     if method in OURS:
-        step, last, parts = ours(job, method)
+        step, last, parts = ours(workload, method)
         memory = parts[0].memory
     else:
-        step, last = peer(job, method)
+        step, last = peer(workload, method)
     for _ in range(6):
         step()
     torch.cuda.synchronize()

@@ -2,7 +2,7 @@
 
 Both see the same batches, without dropout, on a GPU if there is one. A line says how many layers the loop found, by how
 much the epochs' mean losses differ at most (relative, of losses below 0.05 absolute over 0.05), and the loop's faults.
-Differences of up to a fifth are rounding, amplified by batch normalization over few samples: AMP differs as much from
+Differences of up to a fifth are rounding, amplified by batch normalization over few samples. AMP differs as much from
 itself if weights change by 0.01 %. It fails if the loop cannot train a model that AMP trains.
 """
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.any_model import optimizer_of
-from benchmarks.jobs import WITH_TENSORS, job_of
 from benchmarks.processes import has_gpus, parser_of, print_all, run_apart
+from benchmarks.workloads import WITH_TENSORS, workload_of
 from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, PrecisionConfig, use_lean_memory
 
 MODES = ("elastic", "unknown", "steps")
@@ -30,14 +30,19 @@ MODES = ("elastic", "unknown", "steps")
 def run(name: str, mode: str, num_epochs: int, num_samples: int) -> dict[str, Any]:
     """Trains one model and returns what it took."""
     use_lean_memory(torch.device("cuda"))
-    job = job_of(name)
-    data = repeated(job.inputs, num_samples), repeated(job.targets, num_samples)
+    workload = workload_of(name)
+    data = repeated(workload.inputs, num_samples), repeated(workload.targets, num_samples)
     began = time.perf_counter()
     ticks: list[Any] = []
     loop = ControlLoop(
-        job.model, optimizer_of(job), job.loss, data, config=_config(job.batch_size, mode), on_tick=ticks.append,
+        workload.model,
+        optimizer_of(workload),
+        workload.loss,
+        data,
+        config=_config(workload.batch_size, mode),
+        on_tick=ticks.append,
         epochs=None if mode == "unknown" else num_epochs,
-    )  # fmt: skip
+    )
     seconds = [loop.train_epoch().seconds for _ in range(num_epochs)]
     total = time.perf_counter() - began
     loop.memory.refresh_peaks()

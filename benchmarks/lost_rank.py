@@ -32,7 +32,7 @@ from benchmarks.processes import parser_of
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.service.cluster.cluster import cluster
 from triaccel_ray.service.failures import MAX_LOSSES
-from triaccel_ray.service.runs.runs import run_all
+from triaccel_ray.service.runs.launch import run_all
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task

@@ -11,8 +11,8 @@ Methods:
     sharded-split  sharded, with weights="split"
     sharded-8bit   sharded-split, with optimizer_state="8bit"
 
-Each GPU has the batch of `benchmarks.jobs.SIZES`. Each figure is the mean of 5 stretches of steps, with the slowest and
-the fastest. If weights differ at the end, it fails. Runs share the machine, each with GPUs of its own. With
+Each GPU has the batch of `benchmarks.workloads.SIZES`. Each figure is the mean of 5 stretches of steps, with the
+slowest and the fastest. If weights differ at the end, it fails. Runs share the machine, each with GPUs of its own. With
 `--prewarm`, `ddp`, `ddp-bf16` and `bare` of all models compile at once first.
 
 It also measures latency and bandwidth of an all-reduce, and predicts from them how each model scales to more GPUs. With
@@ -46,8 +46,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.any_model import batches, loss_of, optimizer_of, ours
-from benchmarks.jobs import SIZES, Job, installed, job_of
 from benchmarks.processes import has_gpus, parser_of
+from benchmarks.workloads import SIZES, Workload, installed, workload_of
 from triaccel_ray.apply.reduce import MOST_RANKS_IN_16_BITS
 from triaccel_ray.cuda.allocator import use_lean_memory
 from triaccel_ray.measure.timing import synchronize
@@ -74,24 +74,24 @@ class Run:
     first_gpu: int = 0
 
 
-def ddp(job: Job, rank: int, num_gpus: int, *, in_bf16: bool) -> Callable[[], Any]:
+def ddp(workload: Workload, rank: int, num_gpus: int, *, in_bf16: bool) -> Callable[[], Any]:
     """Returns a function that makes a step with `DistributedDataParallel`."""
-    if job.is_image:
-        job.model.to(memory_format=torch.channels_last)
-    optimizer, model = optimizer_of(job), job.model.train()
+    if workload.is_image:
+        workload.model.to(memory_format=torch.channels_last)
+    optimizer, model = optimizer_of(workload), workload.model.train()
     if num_gpus > 1:
         wrap = torch.nn.parallel.DistributedDataParallel
         model = wrap(model, device_ids=[torch.cuda.current_device()], gradient_as_bucket_view=True)
         if in_bf16:
             model.register_comm_hook(None, bf16_compress_hook)
     forward = torch.compile(model, dynamic=False)
-    drawn = batches(job, slice(rank, None, num_gpus))
+    drawn = batches(workload, slice(rank, None, num_gpus))
 
     def step() -> None:
         inputs, targets = next(drawn)
-        if job.is_image:
+        if workload.is_image:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        loss_of(job, forward, inputs, targets).backward()
+        loss_of(workload, forward, inputs, targets).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -106,12 +106,12 @@ def measure(rank: int, run: Run, folder: str) -> None:
     if num_gpus > 1:
         store = f"file://{folder}/store"
         distributed.init_process_group("nccl", init_method=store, rank=rank, world_size=num_gpus)
-    job = replace(job_of(run.model, num_samples=LEAST_BATCHES * batch_size), batch_size=batch_size)
+    workload = replace(workload_of(run.model, num_samples=LEAST_BATCHES * batch_size), batch_size=batch_size)
     loop: Any = None
     if run.method.startswith("ddp"):
-        step = ddp(job, rank, num_gpus, in_bf16=run.method == "ddp-bf16")
+        step = ddp(workload, rank, num_gpus, in_bf16=run.method == "ddp-bf16")
     else:
-        step, _, (loop, _) = ours(job, run.method)
+        step, _, (loop, _) = ours(workload, run.method)
     for _ in range(WARM_STEPS):
         step()
     rates = []
@@ -122,12 +122,12 @@ def measure(rank: int, run: Run, folder: str) -> None:
             step()
         torch.cuda.synchronize()
         rates.append(batch_size * (run.num_steps // STRETCHES) / (time.perf_counter() - began))
-    sums = torch.stack([parameter.detach().double().sum() for parameter in job.model.parameters()]).cpu().tolist()
+    sums = torch.stack([parameter.detach().double().sum() for parameter in workload.model.parameters()]).cpu().tolist()
     every: list[Any] = [sums] * num_gpus
     if num_gpus > 1:
         distributed.all_gather_object(every, sums)
     found = {"rate": sum(rates) / STRETCHES, "range": [min(rates), max(rates)], "equal": every.count(sums) == num_gpus}
-    found["elements"] = sum(parameter.numel() for parameter in job.model.parameters())
+    found["elements"] = sum(parameter.numel() for parameter in workload.model.parameters())
     found["peak"] = torch.cuda.max_memory_allocated() / 2**30
     if loop is not None:
         found["captured"] = loop._training.steps.num_captured
@@ -206,10 +206,10 @@ def main() -> int:
     parser.add_argument("--prewarm", action="store_true", help="compile all models at once first")
     parser.add_argument("--network", type=float, default=50.0, help="assumed GB/s of each GPU between hosts")
     args = parser.parse_args()
-    most = max(args.gpus)
+    max_gpus = max(args.gpus)
     if min(args.gpus) < 2:
         parser.error("--gpus: each number must be at least 2, to be compared with one GPU")
-    if not has_gpus(most):
+    if not has_gpus(max_gpus):
         return 1
     alone = [
         Run(model=model, method=method, num_gpus=1, num_steps=args.steps)
@@ -219,13 +219,15 @@ def main() -> int:
         short = [replace(run, num_steps=STRETCHES) for run in alone if run.method in PREWARMED]
         short += [replace(run, num_gpus=2) for run in short]
         with ThreadPoolExecutor(len(short) or 1) as pool:
-            placed = [replace(run, first_gpu=index % (most // 2) * 2) for index, run in enumerate(short)]
+            placed = [replace(run, first_gpu=index % (max_gpus // 2) * 2) for index, run in enumerate(short)]
             list(pool.map(figures_of, placed))
-    link = spawned(measure_link, most, most)
+    link = spawned(measure_link, max_gpus, max_gpus)
     print(
         f"all-reduce: {1e3 * link['latency_ms']:.0f} us of latency, {link['bytes_per_ms'] / 1e6:.0f} GB/s", flush=True
     )
-    found = figures_on_free_gpus(most, [replace(run, num_gpus=number) for number in (1, *args.gpus) for run in alone])
+    found = figures_on_free_gpus(
+        max_gpus, [replace(run, num_gpus=number) for number in (1, *args.gpus) for run in alone]
+    )
     for run, number in itertools.product(alone, args.gpus):
         print_row(replace(run, num_gpus=number), found[run], found[replace(run, num_gpus=number)], link, args.network)
     return int(not all(each["equal"] for each in found.values()))

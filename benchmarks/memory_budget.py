@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.any_model import Samples, optimizer_of
-from benchmarks.jobs import NUM_SAMPLES, SIZES, job_of
 from benchmarks.processes import has_gpus, parser_of, print_all, run_apart
+from benchmarks.workloads import NUM_SAMPLES, SIZES, workload_of
 from triaccel_ray import (
     BatchConfig,
     ControlConfig,
@@ -45,8 +45,10 @@ def run(args: argparse.Namespace, budget_mib: int | None) -> dict[str, Any]:
     """Trains one model under a budget in MiB, None for the whole device, and returns the measurements."""
     use_lean_memory(torch.device("cuda"))
     size = args.batch_size or SIZES[args.model]
-    job = job_of(args.model, num_samples=size * -(-NUM_SAMPLES.get(args.model, 4096) // size))  # whole batches
-    data = Samples(job) if isinstance(job.inputs, dict) else (job.inputs, job.targets)
+    workload = workload_of(
+        args.model, num_samples=size * -(-NUM_SAMPLES.get(args.model, 4096) // size)
+    )  # whole batches
+    data = Samples(workload) if isinstance(workload.inputs, dict) else (workload.inputs, workload.targets)
     config = ControlConfig(
         every_steps=EVERY_STEPS,
         weights="auto",
@@ -65,9 +67,9 @@ def run(args: argparse.Namespace, budget_mib: int | None) -> dict[str, Any]:
 
     began = time.perf_counter()
     loop = ControlLoop(
-        job.model,
-        optimizer_of(job),
-        job.loss,
+        workload.model,
+        optimizer_of(workload),
+        workload.loss,
         data,
         config=config,
         memory_budget=None if budget_mib is None else budget_mib * MIB,
@@ -130,8 +132,8 @@ def main() -> int:
             yield found[-1]
             if "error" in found[-1]:
                 return
-            least = 1.1 * found[-1].get("least_mib", found[-1]["budget_mib"])
-            budgets = [least + (peak - least) * index / max(args.sweep - 1, 1) for index in range(args.sweep)]
+            min_mib = 1.1 * found[-1].get("least_mib", found[-1]["budget_mib"])
+            budgets = [min_mib + (peak - min_mib) * index / max(args.sweep - 1, 1) for index in range(args.sweep)]
         for budget in budgets:
             found.append(run_apart(run, args, round(budget)))
             yield found[-1]

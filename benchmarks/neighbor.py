@@ -25,8 +25,8 @@ import torch
 
 from benchmarks.any_model import optimizer_of
 from benchmarks.elastic import repeated
-from benchmarks.jobs import WITH_TENSORS, job_of
 from benchmarks.processes import has_gpus, parser_of, print_all, run_apart
+from benchmarks.workloads import WITH_TENSORS, workload_of
 from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, PrecisionConfig, use_lean_memory
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.measure.score import BYTES_PER_GB, TIMED_EPOCHS, efficiency_score
@@ -61,15 +61,21 @@ def run(name: str, method: str, start: int, num_epochs: int, num_samples: int) -
     began = time.perf_counter()
     if not method.startswith("amp-"):
         use_lean_memory(torch.device("cuda"))
-    job = job_of(name)
-    num_held_out = len(job.targets) // 10
-    data = tuple(repeated(each[num_held_out:], num_samples) for each in (job.inputs, job.targets))
-    held_out = job.inputs[:num_held_out], job.targets[:num_held_out]
+    workload = workload_of(name)
+    num_held_out = len(workload.targets) // 10
+    data = tuple(repeated(each[num_held_out:], num_samples) for each in (workload.inputs, workload.targets))
+    held_out = workload.inputs[:num_held_out], workload.targets[:num_held_out]
     ticks: list[Any] = []
     loop: ControlLoop | BaselineLoop
     if method.startswith("amp-"):
         loop = BaselineLoop(
-            job.model, optimizer_of(job), job.loss, data, method="amp", amp="bf16", batch_size=int(method[4:])
+            workload.model,
+            optimizer_of(workload),
+            workload.loss,
+            data,
+            method="amp",
+            amp="bf16",
+            batch_size=int(method[4:]),
         )
     else:
         batch = BatchConfig().around(start)
@@ -80,7 +86,13 @@ def run(name: str, method: str, start: int, num_epochs: int, num_samples: int) -
             batch=batch, curvature=CurvatureConfig(enabled=False), precision=PrecisionConfig(enabled=False)
         )
         loop = ControlLoop(
-            job.model, optimizer_of(job), job.loss, data, config=config, epochs=num_epochs, on_tick=ticks.append
+            workload.model,
+            optimizer_of(workload),
+            workload.loss,
+            data,
+            config=config,
+            epochs=num_epochs,
+            on_tick=ticks.append,
         )
     seconds = [loop.train_epoch().seconds for _ in range(num_epochs)]
     last = fmean(seconds[-TIMED_EPOCHS:])

@@ -169,8 +169,8 @@ def figures() -> Iterator[object]:
             "torch fused, with _foreach_norm": ([each.step_with_statistics for each in peers], floor + read_again),
         }
         yield case
-        for label, (each_set, least) in calls.items():
-            yield time_calls(f"  {label}", each_set, least)
+        for label, (each_set, bound) in calls.items():
+            yield time_calls(f"  {label}", each_set, bound)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Overhead of a search beyond its training: trivial trials on one reused actor, against bare Ray Tune and Optuna alone.
 
 Run `python -m benchmarks.search_overhead`. All contenders train the same model on the same samples for one epoch per
-trial, one trial at a time, on thresholds drawn by the same Optuna sampler. Bare Tune reuses its actor and trains in
+trial, one trial at a time. The same Optuna sampler draws the thresholds. Bare Tune reuses its actor and trains in
 plain PyTorch; Optuna alone does so in this process and records nothing. Ours is what `triaccel search` runs: the
 control loop, an event log, a spec and an evaluation for every trial. Needs no GPU. Exits with 1 if a contender loses
 trials, or if the median time between two of our trials exceeds 1.5 s.
@@ -36,7 +36,7 @@ from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.spec import run_spec
 from triaccel_ray.service.search.search import Prepared, tune_trials
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.storage.layout import EVENTS, SEARCH, TRIALS, begin
+from triaccel_ray.service.storage.layout import EVENTS, SEARCH, TRIALS, create_with_spec
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 
@@ -102,7 +102,7 @@ def ours(folder: Path, num_trials: int) -> list[Span]:
     """Runs the trials as `triaccel search` does; returns their spans."""
     base = replace(run_spec(TASK), device="cpu", memory_headroom_bytes=HEADROOM_BYTES)
     spec = SearchSpec(base=base, space=SPACE, num_trials=num_trials, objective="metric")
-    begin(folder, SEARCH, spec)
+    create_with_spec(folder, SEARCH, spec)
     prepared = Prepared(objective=Objective(name="metric"), calibration=None, headroom_bytes=HEADROOM_BYTES)
     tune_trials(spec, prepared, StoragePath.of(folder), num_gpus=0)
     logs = [[event.time_ms / 1e3 for event in read_events(run / EVENTS)] for run in (folder / TRIALS).iterdir()]

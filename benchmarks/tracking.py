@@ -1,10 +1,10 @@
 """Cost of tracking for training: epochs with and without records, with a healthy and a failing tracking server.
 
 Run `python -m benchmarks.tracking`. A process trains one run. Every other epoch is recorded as by `triaccel run` (event
-log; a thread of this process ships it to a real MLflow server), the rest not at all. The server answers, is killed,
-hangs, or a proxy answers 500 in its place. In the end it is back and must hold every value of the event log once. The
-models have 3 and 60 layers, on a CPU; `--task` trains any task instead, on a GPU if there is one. Besides the two
-times, which a busy machine blurs, the output has the time that the training process spends on records. State `twice
+log; a thread of this process ships it to a real MLflow server). The rest is not recorded. The server answers, is
+killed, hangs, or a proxy answers 500 in its place. In the end it is back and must hold every value of the event log
+once. The models have 3 and 60 layers, on a CPU; `--task` trains any task instead, on a GPU if there is one. Besides the
+two times, which a busy machine blurs, the output has the time that the training process spends on records. State `twice
 off` records nothing on either side: it shows the noise of the comparison. Exits with 1 if anything is lost, or if
 records take more than 1% of the training time in any of the other states.
 """
@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.trivial import Layers3, Layers60
+from tests.service.mlflow_server import Server, assert_equals_log, only_run
 from tests.service.proxy import Proxy, proxy_to
-from tests.service.stores import Server, assert_equals_log, only_run
 from triaccel_ray.service.tracking.shipper import Shipper
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 from triaccel_ray.trainables.registry import load_task
 
-MOST = 0.01
+MAX_RECORDS_SHARE = 0.01
 """Largest share of the training time that records may take."""
 SHIPPING_INTERVAL_S = 0.2
 """A tenth of the default, so that logs are shipped during every recorded epoch."""
@@ -40,7 +40,7 @@ STATES = ("twice off", "answers", "killed", "hangs", "answers 500")
 
 
 @dataclass(frozen=True)
-class Took:
+class EpochCost:
     """Costs of one epoch, in seconds."""
 
     wall: float
@@ -81,7 +81,7 @@ def train(task: str, folder: Path, data_dir: Path | None, device: Literal["auto"
         recorded = line.strip() == "on"
         spent, num_ticks, began, cpu = 0.0, 0, time.perf_counter(), time.process_time()
         worker.advance()
-        took = Took(time.perf_counter() - began, time.process_time() - cpu, spent, num_ticks)
+        took = EpochCost(time.perf_counter() - began, time.process_time() - cpu, spent, num_ticks)
         print(json.dumps(asdict(took)), flush=True)
 
 
@@ -96,13 +96,13 @@ class Trainer:
             text=True,
         )
 
-    def epoch(self, which: str) -> Took:
+    def epoch(self, which: str) -> EpochCost:
         """Trains an epoch with records `on` or `off`, and returns its cost."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{which}\n")
         self._process.stdin.flush()
-        return Took(**json.loads(self._process.stdout.readline()))
+        return EpochCost(**json.loads(self._process.stdout.readline()))
 
     def end(self) -> None:
         """Waits for the process to end."""
@@ -146,7 +146,7 @@ def measure(trainer: Trainer, folder: Path, server: Server, proxy: Proxy, rounds
         trainer.epoch(which)  # to warm up
     share = 0.0
     for name in states:
-        took: dict[str, list[Took]] = {"off": [], "on": []}
+        took: dict[str, list[EpochCost]] = {"off": [], "on": []}
         with state(name, server, proxy):
             for number in range(rounds):
                 for which in ("off", "on") if number % 2 else ("on", "off"):
@@ -212,9 +212,9 @@ def main() -> int:
                     shares.append(measure(trainer, folder, server, proxy, given.rounds, given.states))
         finally:
             server.stop()
-    if max(shares) > MOST:
+    if max(shares) > MAX_RECORDS_SHARE:
         print(f"TOO MUCH: records take {max(shares):.2%} of the training time")
-    return int(max(shares) > MOST)
+    return int(max(shares) > MAX_RECORDS_SHARE)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from triaccel_ray.service.cli.arguments import Submit
 from triaccel_ray.service.cli.parsing import parse
 from triaccel_ray.service.cli.reference import page
-from triaccel_ray.service.cli.specs import Submit
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -30,7 +30,7 @@ from tests.build import (
     same,
     values,
 )
-from tests.waiting import no_waiting
+from tests.host_sync import no_host_sync
 from triaccel_ray.apply import precision as apply_precision
 from triaccel_ray.config import CurvatureConfig, PrecisionConfig
 from triaccel_ray.data.sources import TensorSource
@@ -262,7 +262,7 @@ def test_a_step_on_a_gpu_does_not_wait_for_the_device() -> None:
     for level in (FP16, BF16):
         loop._training.precision.set({"first": level})
         run(loop, 2)
-        with no_waiting():
+        with no_host_sync():
             loop.step()
     loop.close()
 

@@ -24,8 +24,8 @@ from tests.service.runs.several import (
 from tests.service.waiting import HELD_S, processes, wait_until
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.records.events import Event, Interruption, read_events
+from triaccel_ray.service.runs.launch import run_all
 from triaccel_ray.service.runs.record import read_run
-from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose, Recipe, Splits

@@ -14,15 +14,15 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
-from tests.chaos.desk import Desk, alive, done, fill, kill, still_runs
+from tests.chaos.shell import Shell, alive, done, fill, kill, still_runs
+from tests.service.mlflow_server import Recorded, assert_equals_log, history, runs
 from tests.service.own_task import MODULE
-from tests.service.stores import Recorded, assert_equals_log, history, runs
 from tests.service.waiting import DEADLINE_S, wait_until
 from triaccel_ray.records.events import Epoch, Tick, read_events
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import EVENTS
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 
 NAMES = ("fp32 of hunt", "amp of hunt", "probe", "trial-000", "trial-001")
 
@@ -49,7 +49,7 @@ class Held(Blobs):
 
 
 @dataclass(frozen=True)
-class HuntDesk(Desk):
+class SearchShell(Shell):
     """Where two trials run side by side."""
 
     def hunt(self, storage: Path, *words: str) -> subprocess.Popen[str]:
@@ -79,8 +79,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def desk(project: Path) -> Iterator[HuntDesk]:
-    made = HuntDesk(project)
+def shell(project: Path) -> Iterator[SearchShell]:
+    made = SearchShell(project)
     yield made
     made.clear()
 
@@ -88,15 +88,15 @@ def desk(project: Path) -> Iterator[HuntDesk]:
 @pytest.fixture(scope="module")
 def whole(project: Path, cluster_address: str) -> Iterator[Path]:
     """The folder of a search that nothing has disturbed."""
-    desk = HuntDesk(project)
+    shell = SearchShell(project)
     where = ("--device", "cpu", "--address", cluster_address)
     own = ("--trials", "2", "--epochs", "5", "--objective", "pareto", "--margin", "100", "--memory-budget", "8GiB")
     own += ("--revert-slowdowns", "off")  # time, which differs from run to run, is to decide nothing
     try:
-        done(desk.hunt(project, "search", "held_task:Held", "--name", "whole", *where, *own))
+        done(shell.hunt(project, "search", "held_task:Held", "--name", "whole", *where, *own))
         yield project / "whole"
     finally:
-        desk.clear()
+        shell.clear()
 
 
 def begun(whole: Path, storage: Path) -> Path:
@@ -153,8 +153,8 @@ def interruptions(folder: Path, *names: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def two_nodes(desk: HuntDesk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(desk.folder), os.getcwd()]))
+def two_nodes(shell: SearchShell, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(shell.folder), os.getcwd()]))
     node = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=node)
     cluster.add_node(num_cpus=1, num_gpus=0)
@@ -163,12 +163,12 @@ def two_nodes(desk: HuntDesk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clust
 
 
 def test_a_search_goes_on_by_itself_when_an_actor_and_a_node_are_lost(
-    desk: HuntDesk, whole: Path, two_nodes: Cluster, tmp_path: Path
+    shell: SearchShell, whole: Path, two_nodes: Cluster, tmp_path: Path
 ) -> None:
     folder = begun(whole, tmp_path)
-    desk.hold()
-    command = desk.hunt(tmp_path, "resume", "hunt", "--address", two_nodes.address)
-    trials = desk.held(command, 2)
+    shell.hold()
+    command = shell.hunt(tmp_path, "resume", "hunt", "--address", two_nodes.address)
+    trials = shell.held(command, 2)
     for name in ("trial-000", "trial-001"):  # more than their checkpoints hold
         wait_until(lambda name=name: has_shipped(tmp_path, name))
     (node,) = two_nodes.worker_nodes
@@ -177,7 +177,7 @@ def test_a_search_goes_on_by_itself_when_an_actor_and_a_node_are_lost(
     # Its trial is not killed: it has to end by itself, while the task's own code waits.
     kill(raylet, *(pid for pid in trials if psutil.Process(pid).ppid() != raylet))
     wait_until(lambda: not any(map(alive, trials)))
-    desk.release()
+    shell.release()
     said = done(command)
     assert "trial-001 was interrupted (preempted)" in said
     assert outcome(folder) == outcome(whole)
@@ -188,30 +188,30 @@ def test_a_search_goes_on_by_itself_when_an_actor_and_a_node_are_lost(
 
 
 def test_a_command_whose_head_is_lost_ends_and_can_be_resumed(
-    desk: HuntDesk, whole: Path, two_nodes: Cluster, cluster_address: str, tmp_path: Path
+    shell: SearchShell, whole: Path, two_nodes: Cluster, cluster_address: str, tmp_path: Path
 ) -> None:
     folder = begun(whole, tmp_path)
-    desk.hold()
-    command = desk.hunt(tmp_path, "resume", "hunt", "--address", two_nodes.address)
-    desk.held(command, 2)
+    shell.hold()
+    command = shell.hunt(tmp_path, "resume", "hunt", "--address", two_nodes.address)
+    shell.held(command, 2)
     kill(two_nodes.head_node.all_processes["gcs_server"][0].process.pid)
     said = done(command, status=1)
     assert f"the head of the cluster at {two_nodes.address} has not answered for 30 s" in said
-    desk.release()
-    done(desk.hunt(tmp_path, "resume", "hunt", "--address", cluster_address))
+    shell.release()
+    done(shell.hunt(tmp_path, "resume", "hunt", "--address", cluster_address))
     assert outcome(folder) == outcome(whole)
 
 
 def test_the_last_of_two_commands_goes_on_with_a_search(
-    desk: HuntDesk, whole: Path, cluster_address: str, tmp_path: Path
+    shell: SearchShell, whole: Path, cluster_address: str, tmp_path: Path
 ) -> None:
     folder = begun(whole, tmp_path)
-    desk.hold()
-    first = desk.hunt(tmp_path, "resume", "hunt", "--address", cluster_address)
-    trials = desk.held(first, 2)
-    second = desk.hunt(tmp_path, "resume", "hunt")
-    wait_until(lambda: len(desk.alive()) == 4 or second.poll() is not None)
-    desk.release()
+    shell.hold()
+    first = shell.hunt(tmp_path, "resume", "hunt", "--address", cluster_address)
+    trials = shell.held(first, 2)
+    second = shell.hunt(tmp_path, "resume", "hunt")
+    wait_until(lambda: len(shell.alive()) == 4 or second.poll() is not None)
+    shell.release()
     said = done(first, status=2)
     assert "another process has taken this run over" in " ".join(said.split())
     assert "Traceback" not in said
@@ -223,26 +223,26 @@ def test_the_last_of_two_commands_goes_on_with_a_search(
 
 
 def test_a_search_is_resumed_after_its_driver_and_after_its_head_was_lost(
-    desk: HuntDesk, whole: Path, cluster_address: str, tmp_path: Path
+    shell: SearchShell, whole: Path, cluster_address: str, tmp_path: Path
 ) -> None:
     folder = begun(whole, tmp_path)
     before = {path: path.read_bytes() for path in folder.glob(f"baselines/*/{EVENTS}")}
-    desk.hold()
-    command = desk.hunt(tmp_path, "resume", "hunt")
-    trials = desk.held(command, 2)
+    shell.hold()
+    command = shell.hunt(tmp_path, "resume", "hunt")
+    trials = shell.held(command, 2)
     wait_until(lambda: has_shipped(tmp_path, "trial-000"))
     kill(command.pid)
     command.wait(DEADLINE_S)
     wait_until(lambda: not any(map(alive, trials)))  # Ray ends what has lost its driver
 
-    command = desk.hunt(tmp_path, "resume", "hunt")
-    desk.held(command, 2)
+    command = shell.hunt(tmp_path, "resume", "hunt")
+    shell.held(command, 2)
     # the head with all its processes, and the command that ran beside it
     kill(*(process.pid for process in psutil.Process(command.pid).children(recursive=True)), command.pid)
     command.wait(DEADLINE_S)
 
-    desk.release()
-    done(desk.hunt(tmp_path, "resume", "hunt", "--address", cluster_address))
+    shell.release()
+    done(shell.hunt(tmp_path, "resume", "hunt", "--address", cluster_address))
     assert outcome(folder) == outcome(whole)
     assert interruptions(folder, "trial-000", "trial-001") == [["preempted", "preempted"]] * 2
     assert recorded(tmp_path).keys() == {"hunt", *NAMES}
@@ -251,20 +251,20 @@ def test_a_search_is_resumed_after_its_driver_and_after_its_head_was_lost(
 
 
 def test_a_full_disk_stops_a_search_and_loses_nothing(
-    desk: HuntDesk, whole: Path, cluster_address: str, small_disk: Path
+    shell: SearchShell, whole: Path, cluster_address: str, small_disk: Path
 ) -> None:
     folder = begun(whole, small_disk)
-    desk.hold()
-    command = desk.hunt(small_disk, "resume", "hunt", "--address", cluster_address)
-    desk.held(command, 2)
+    shell.hold()
+    command = shell.hunt(small_disk, "resume", "hunt", "--address", cluster_address)
+    shell.held(command, 2)
     filler = fill(small_disk)
-    desk.release()
+    shell.release()
     said = done(command, status=2)
     assert "is full: make room, then go on with `triaccel resume`" in " ".join(said.split())
     assert "Traceback" not in said
     assert "[SQL: " not in said
 
     filler.unlink()
-    done(desk.hunt(small_disk, "resume", "hunt", "--address", cluster_address))
+    done(shell.hunt(small_disk, "resume", "hunt", "--address", cluster_address))
     assert outcome(folder) == outcome(whole)
     assert recorded(small_disk).keys() == {"hunt", *NAMES}

@@ -20,12 +20,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.service.mlflow_server import free_port, runs
 from tests.service.own_task import MODULE
-from tests.service.stores import free_port, runs
 from tests.service.waiting import DEADLINE_S, answers, end, wait_until
 from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.storage.layout import EVENTS
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 
 SLOW = """
 import time

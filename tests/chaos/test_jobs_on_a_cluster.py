@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.desk import typed
 from tests.service.own_task import write_module
 from tests.service.ray_head import ray_head
+from tests.service.terminal import typed
 from tests.service.test_jobs import SECRETS
 from tests.service.waiting import wait_until
 from triaccel_ray.records.events import read_events
@@ -39,7 +39,7 @@ def test_work_is_handed_over_looked_after_and_stopped(
     module = write_module(project, monkeypatch)
     monkeypatch.chdir(project)
     at = ("--address", cluster)
-    assert typed(capsys, "jobs", *at)[:2] == (0, "no jobs yet; `triaccel submit -- search digits` hands one over\n")
+    assert typed(capsys, "jobs", *at)[:2] == (0, "no jobs yet; `triaccel submit -- search digits` submits one\n")
 
     work = ("run", "digits", "--epochs", "1", "--tau-low", "0")  # a CPU emulates FP16 at a tenth of the speed
     status, out, said = typed(capsys, "submit", *at, "--name", "short", "--", *work)
@@ -69,7 +69,7 @@ def test_work_is_handed_over_looked_after_and_stopped(
     assert not any(secret in known for secret in secrets.values())
 
     status, out, said = typed(capsys, "stop", "long", *at)
-    assert (status, out.splitlines()[0].startswith("long is told to stop"), said) == (0, True, "")
+    assert (status, out.splitlines()[0].startswith("long has been asked to stop"), said) == (0, True, "")
     assert f"triaccel submit --address {cluster} -- resume long --storage-path {project / 'triaccel-runs'}" in out
     status, out, said = typed(capsys, "logs", "long", "--follow", *at)
     assert (status, said) == (1, "long: STOPPED\n")

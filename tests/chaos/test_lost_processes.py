@@ -14,8 +14,8 @@ from tests.service.runs.several import Several
 from tests.service.waiting import recorded_here
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.service.failures import MAX_LOSSES, RunFailedError
+from triaccel_ray.service.runs.launch import run_all
 from triaccel_ray.service.runs.record import read_run
-from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.storage.layout import CHECKPOINT
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Recipe

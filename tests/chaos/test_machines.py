@@ -25,7 +25,7 @@ from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.shared_data import share_splits
 from triaccel_ray.service.search.search import Prepared, read_search, tune_trials
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.storage.layout import SEARCH, begin
+from triaccel_ray.service.storage.layout import SEARCH, create_with_spec
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 MODULE = """
@@ -122,7 +122,7 @@ def test_machines_that_join_take_trials_and_those_that_leave_lose_none(tmp_path:
     project = Project(tmp_path)
     uncut: Any = {"space": "thresholds-absolute", "objective": "pareto"}  # no probe, and nothing is stopped early
     spec = SearchSpec(base=own_spec("held_task:Held", device="auto", trials_per_gpu=2), num_trials=3, **uncut)
-    begin(project.search, SEARCH, spec)
+    create_with_spec(project.search, SEARCH, spec)
     require_gpus(machines.address, spec.base)
     before: dict[str, Event] = {}
     failures: list[BaseException] = []

@@ -9,11 +9,11 @@ from urllib.parse import quote
 import pytest
 
 from tests.service.browser import needs_chromium, num_colours, screenshot, shown
+from tests.service.mlflow_server import Recorded, Server, runs, ship
 from tests.service.search_folder import simulated_search
-from tests.service.stores import Recorded, Server, runs, ship
 from triaccel_ray.service.commands.ui import runs_pages
-from triaccel_ray.service.tracking.shipper import Parent
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.shipper import ParentRun
+from triaccel_ray.service.tracking.tracker import Tracker
 
 SCRIPTS_S = 30
 """Of the page's own time, which runs as fast as its scripts and the server do."""
@@ -23,8 +23,8 @@ SCRIPTS_S = 30
 def recorded(server: Server, tmp_path: Path, experiment: str) -> dict[str, Recorded]:
     """The runs of a search as the server has them, by name."""
     tracker = Tracker(server.uri, tmp_path / "artifacts")
-    folder = simulated_search(tmp_path / "hunt", 4, has_pictures=True)
-    ship(tracker, folder, experiment, Parent(tags={"kind": "search"}))
+    folder = simulated_search(tmp_path / "hunt", 4)
+    ship(tracker, folder, experiment, ParentRun(tags={"kind": "search"}))
     return {run.name: run for run in runs(tracker, experiment)}
 
 

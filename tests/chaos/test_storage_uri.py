@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 from pyarrow import fs
 
-from tests.chaos.desk import Desk, alive, done, still_runs
 from tests.chaos.mortal import DOOM, HOLD
+from tests.chaos.shell import Shell, alive, done, still_runs
 from tests.chaos.test_crashes import HELD
-from tests.service.desk import typed
 from tests.service.local_trial import local_run, trained
+from tests.service.mlflow_server import assert_equals_log, free_port, runs
 from tests.service.own_task import MODULE, own_spec
 from tests.service.runs.several import NUM_SAMPLES, samples_of_epochs
-from tests.service.stores import assert_equals_log, free_port, runs
+from tests.service.terminal import typed
 from tests.service.waiting import answers, wait_until
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.runs.record import read_run
@@ -32,14 +32,14 @@ from triaccel_ray.service.storage.mirror import pull_all
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Store
 from triaccel_ray.service.storage.training_folder import TrainingFolder
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 
 pytestmark = pytest.mark.timeout(1800)  # several commands each, a minute a command where two CPUs have other work
 CPU = ("--device", "cpu", "--memory-budget", "8GiB")
 
 
 @dataclass(frozen=True)
-class StoreDesk(Desk):
+class StoreShell(Shell):
     """With a store, and machines from which commands are typed."""
 
     @property
@@ -59,95 +59,95 @@ class StoreDesk(Desk):
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[StoreDesk]:
+def shell(tmp_path: Path) -> Iterator[StoreShell]:
     (tmp_path / "held_task.py").write_text(MODULE + HELD)
     (tmp_path / "store").mkdir()
     (tmp_path / "held").mkdir()
-    made = StoreDesk(tmp_path)
+    made = StoreShell(tmp_path)
     yield made
     made.clear()
 
 
-def test_a_run_whose_machine_is_lost_goes_on_on_another_one(desk: StoreDesk) -> None:
-    (desk.folder / "hold").touch()
+def test_a_run_whose_machine_is_lost_goes_on_on_another_one(shell: StoreShell) -> None:
+    (shell.folder / "hold").touch()
     words = ("run", "held_task:Held", "--name", "one", "--epochs", "3", "--tau-low", "0", *CPU)
-    command = desk.at("a", *words, *desk.where)
-    still_runs(command, (desk.store / "one" / CHECKPOINT).exists)
+    command = shell.at("a", *words, *shell.where)
+    still_runs(command, (shell.store / "one" / CHECKPOINT).exists)
     command.kill()
     command.wait()
-    for pid in map(int, os.listdir(desk.folder / "held")):
+    for pid in map(int, os.listdir(shell.folder / "held")):
         wait_until(lambda pid=pid: not alive(pid))  # Ray ends them with their driver
-    desk.release()
-    shutil.rmtree(desk.folder / "a")
-    said = done(desk.at("b", "resume", "one", *desk.where))
+    shell.release()
+    shutil.rmtree(shell.folder / "a")
+    said = done(shell.at("b", "resume", "one", *shell.where))
     assert "one: held_task:Held, the full control loop, finished" in said
-    assert f"model:    {desk.store.as_uri()}/one/{MODEL} (epoch 3, the last)" in said
-    assert (desk.store / "one" / MODEL).stat().st_size > 0
-    run = read_run(desk.store / "one")
+    assert f"model:    {shell.store.as_uri()}/one/{MODEL} (epoch 3, the last)" in said
+    assert (shell.store / "one" / MODEL).stat().st_size > 0
+    run = read_run(shell.store / "one")
     assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2, 3])
     assert [(each.cause, each.epoch) for each in run.interruptions] == [("preempted", 1)]
-    (recorded,) = runs(desk.tracker, "triaccel-runs")
+    (recorded,) = runs(shell.tracker, "triaccel-runs")
     assert recorded.status == "FINISHED"
-    said = done(desk.at("c", "replay", "one", *desk.where))
+    said = done(shell.at("c", "replay", "one", *shell.where))
     assert "every decision is the same" in said
 
 
-def test_a_run_on_several_ranks_survives_losses_and_an_interrupt_at_a_store(desk: StoreDesk) -> None:
+def test_a_run_on_several_ranks_survives_losses_and_an_interrupt_at_a_store(shell: StoreShell) -> None:
     """The log and the MLflow run stay one, and each epoch trains on each sample once."""
-    data = desk.folder / "data"
+    data = shell.folder / "data"
     data.mkdir()
     (data / HOLD).touch()
     (data / DOOM).write_text("0 4\n1 19\n")
     words = ("run", "tests.chaos.mortal:Mortal", "--name", "both", "--gpus", "2", "--data-dir", str(data))
     settings = "--epochs 8 --batch-min 16 --batch-size 32 --batch-max 64 --tau-low 0"
-    command = desk.at("a", *words, *settings.split(), *CPU, *desk.where)
-    log = desk.store / "both" / EVENTS
+    command = shell.at("a", *words, *settings.split(), *CPU, *shell.where)
+    log = shell.store / "both" / EVENTS
     still_runs(command, lambda: log.exists() and log.read_text().count('"kind":"epoch"') == 2)
     command.send_signal(signal.SIGINT)
     (data / HOLD).unlink()  # the ranks end after the epoch
     said = done(command, status=130)
     assert "triaccel resume both" in said
-    shutil.rmtree(desk.folder / "a")
-    said = done(desk.at("b", "resume", "both", *desk.where))
+    shutil.rmtree(shell.folder / "a")
+    said = done(shell.at("b", "resume", "both", *shell.where))
     assert "both: tests.chaos.mortal:Mortal, the full control loop, finished" in said
-    run = read_run(desk.store / "both")
+    run = read_run(shell.store / "both")
     assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", list(range(1, 9)))
     assert [each.cause for each in run.interruptions] == ["preempted", "stopped", "preempted"]
     assert samples_of_epochs(data) == {epoch: list(range(NUM_SAMPLES)) for epoch in range(8)}
-    (recorded,) = runs(desk.tracker, "triaccel-runs")
+    (recorded,) = runs(shell.tracker, "triaccel-runs")
     assert recorded.status == "FINISHED"
-    assert assert_equals_log(desk.tracker, recorded, log) > 50
+    assert assert_equals_log(shell.tracker, recorded, log) > 50
 
 
-def test_a_search_reaches_the_store_and_is_reported_and_resumed_elsewhere(desk: StoreDesk) -> None:
+def test_a_search_reaches_the_store_and_is_reported_and_resumed_elsewhere(shell: StoreShell) -> None:
     words = ("search", "held_task:Blobs", "--name", "hunt", "--trials", "2", "--epochs", "2", "--margin", "100", *CPU)
-    command = desk.at("a", *words, *desk.where)
-    wait_until(lambda: (desk.store / "hunt" / "prepared.json").exists() or command.poll() is not None)
-    desk.store.rename(desk.folder / "out-of-reach")
+    command = shell.at("a", *words, *shell.where)
+    wait_until(lambda: (shell.store / "hunt" / "prepared.json").exists() or command.poll() is not None)
+    shell.store.rename(shell.folder / "out-of-reach")
     time.sleep(3.0)  # whatever is done meanwhile, nothing may be lost; how much it is does not matter
-    (desk.folder / "out-of-reach").rename(desk.store)
+    (shell.folder / "out-of-reach").rename(shell.store)
     said = done(command)
-    assert f"files:    {desk.store.as_uri()}/hunt (working copy: {desk.folder / 'a'}" in said
-    record = read_search(desk.store / "hunt")
+    assert f"files:    {shell.store.as_uri()}/hunt (working copy: {shell.folder / 'a'}" in said
+    record = read_search(shell.store / "hunt")
     assert [trial.status for trial in record.trials].count("finished") >= 1
     assert len(record.trials) == 2
-    assert (desk.store / "hunt" / "trials.jsonl").read_text().count("sample") == 2
+    assert (shell.store / "hunt" / "trials.jsonl").read_text().count("sample") == 2
     for trial in record.trials:  # nothing was lost while the store was out of reach
-        (log,) = (desk.folder / "a" / "triaccel-ray").glob(f"*/.training/hunt/trials/{trial.name}/{EVENTS}")
+        (log,) = (shell.folder / "a" / "triaccel-ray").glob(f"*/.training/hunt/trials/{trial.name}/{EVENTS}")
         assert log.read_bytes() == (trial.folder / EVENTS).read_bytes()
-    before = {path: path.read_bytes() for path in desk.store.rglob(EVENTS)}
-    page = desk.store / "hunt" / "report.html"
+    before = {path: path.read_bytes() for path in shell.store.rglob(EVENTS)}
+    page = shell.store / "hunt" / "report.html"
     page.unlink()
-    said = done(desk.at("b", "report", "hunt", "--storage-path", desk.store.as_uri()))
+    said = done(shell.at("b", "report", "hunt", "--storage-path", shell.store.as_uri()))
     assert "The best trial" in said
     assert page.exists()
-    done(desk.at("b", "resume", "hunt", *desk.where))
-    after = {path: path.read_bytes() for path in desk.store.rglob(EVENTS)}
-    own = desk.store / "hunt" / EVENTS
+    done(shell.at("b", "resume", "hunt", *shell.where))
+    after = {path: path.read_bytes() for path in shell.store.rglob(EVENTS)}
+    own = shell.store / "hunt" / EVENTS
     assert {path: text for path, text in after.items() if path != own} == {
         path: text for path, text in before.items() if path != own
     }
-    recorded = runs(desk.tracker, "triaccel-searches")
+    recorded = runs(shell.tracker, "triaccel-searches")
     names = {"hunt", "amp of hunt", "fp32 of hunt", "probe", "trial-000", "trial-001"}
     assert {run.name for run in recorded} == names | {run.name for again in record.repeats.values() for run in again}
     assert next(run.status for run in recorded if run.name == "hunt") == "FINISHED"

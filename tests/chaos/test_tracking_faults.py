@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.desk import fill
+from tests.chaos.shell import fill
 from tests.service.build import SimulatedRun
+from tests.service.mlflow_server import Server, assert_equals_log, free_port, only_run, runs
 from tests.service.proxy import Answer, Proxy, proxy_to
-from tests.service.stores import Server, assert_equals_log, free_port, only_run, runs
 from tests.service.waiting import DEADLINE_S, wait_until
 from triaccel_ray.records.events import End, EventLog
-from triaccel_ray.service.tracking.shipper import Parent, Shipper
-from triaccel_ray.service.tracking.tracking import RUN_KEY_TAG, Tracker
+from triaccel_ray.service.tracking.shipper import ParentRun, Shipper
+from triaccel_ray.service.tracking.tracker import RUN_KEY_TAG, Tracker
 
-PARENT = Parent()
+PARENT = ParentRun()
 
 
 def live_through(shipper: Shipper, root: Path) -> list[SimulatedRun]:
@@ -197,7 +197,7 @@ def test_a_store_that_was_never_there_harms_nobody(root: Path, experiment: str, 
         began = time.monotonic()
         assert not shipper.finish(0.5)
         assert time.monotonic() - began < 5.0
-        missing = Shipper(tracker, root / "missing", experiment=experiment, parent=Parent())
+        missing = Shipper(tracker, root / "missing", experiment=experiment, parent=ParentRun())
         assert (missing.ship_once(), missing.last_error is None) == (0, False)
 
 

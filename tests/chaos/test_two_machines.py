@@ -17,9 +17,9 @@ from pathlib import Path
 import matplotlib
 import pytest
 
+from tests.service.mlflow_server import Server
 from tests.service.own_task import MODULE
 from tests.service.ray_head import free_ports, ray_node
-from tests.service.stores import Server
 from tests.service.waiting import COMMAND_S, end
 from triaccel_ray.service.search.search import read_search
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.host_sync import no_host_sync
 from tests.kernels.build import DEVICE, both, interpreted
-from tests.waiting import no_waiting
 from triaccel_ray.kernels.grad_stats.api import GradStats
 from triaccel_ray.kernels.multi_tensor import TensorTable
 
@@ -209,7 +209,7 @@ class TestOnAGpu:
         inputs[2][3][17] = math.inf  # type: ignore[index]
         for step, gradients in enumerate(inputs):
             expected = update(eager, gradients, loss_scale=2.0**step)
-            with no_waiting():
+            with no_host_sync():
                 table.point_to(gradients)
                 scale.fill_(2.0**step)
                 graph.replay()

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.waiting import no_waiting
+from tests.host_sync import no_host_sync
 from triaccel_ray.kernels.multi_tensor import DTYPE_CODES, Chunks, TensorTable, have_equal_dense_strides, is_dense
 
 CPU = torch.device("cpu")
@@ -113,7 +113,7 @@ def test_naming_tensors_does_not_wait_for_the_gpu() -> None:
     lists = [[torch.ones(4, device=device, dtype=dtype) for _ in range(3)] for dtype in DTYPE_CODES]
     torch.cuda.synchronize()
     snapshots = []
-    with no_waiting():
+    with no_host_sync():
         # Many uploads on their way at once: none may overtake another or change what it carries.
         for tensors in lists * 20:
             table.point_to(tensors)

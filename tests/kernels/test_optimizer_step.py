@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.host_sync import no_host_sync
 from tests.kernels.build import DEVICE, both, interpreted
-from tests.waiting import no_waiting
 from triaccel_ray.kernels.multi_tensor import TensorTable
 from triaccel_ray.kernels.optimizer_step.api import AdamWStep, SgdStep
 
@@ -216,7 +216,7 @@ class TestOnAGpu:
             if step == 1:
                 gradients[4] = None
                 gradients = [None if g is None else g.float() for g in gradients]
-            with no_waiting():
+            with no_host_sync():
                 for model in (captured, eager):
                     model.set_hyperparameters(times=1.0 + step)
                     model.lr_factor.fill_(1.0 / (1 + step))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.build import Limited, Wired
+from tests.host_sync import no_host_sync
 from tests.measure.curvature_models import (
     CASES,
     FALLBACK,
@@ -23,7 +24,6 @@ from tests.measure.curvature_models import (
     make,
     meter_of,
 )
-from tests.waiting import no_waiting
 from triaccel_ray.measure import budget
 from triaccel_ray.measure.budget import Limits, Probe
 from triaccel_ray.measure.curvature import meter as meter_module
@@ -298,7 +298,7 @@ def test_the_host_does_not_wait(method: Any) -> None:
     for _ in range(3):
         meter.measure(inputs, targets, generator)
     assert meter.is_captured, meter.not_captured_because
-    with no_waiting():
+    with no_host_sync():
         estimate = meter.measure(inputs, targets, generator)
     assert estimate.eigenvalues.isfinite().any(dim=1).all()
 

@@ -74,8 +74,10 @@ class SimulatedRun:
         log.close()
 
     def resume(self, *, keep: int) -> list[Record]:
-        """Cuts the log back to its first `keep` records, as a run that goes on from a checkpoint; returns those cut
-        off, which it will write again."""
+        """Cuts the log back to its first `keep` records, as a run that resumes from a checkpoint.
+
+        Returns those cut off, which it will write again.
+        """
         lost = [event.record for event in read_events(self.path)][keep:]
         self.num_records = keep
         self.append()

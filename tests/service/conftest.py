@@ -7,12 +7,12 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.service.desk import Desk
+from tests.service.mlflow_server import Server
 from tests.service.own_task import own_spec, write_module
-from tests.service.stores import Server
+from tests.service.terminal import Terminal
 from tests.service.worker_factory import Begin, WorkerFactory
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 
 
 @pytest.fixture(scope="session")
@@ -24,9 +24,9 @@ def cluster_address() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory, cluster_address: str) -> Desk:
+def terminal(tmp_path_factory: pytest.TempPathFactory, cluster_address: str) -> Terminal:
     """One cluster for the whole file, to which the commands connect as to any other."""
-    return Desk(storage=tmp_path_factory.mktemp("storage"), address=cluster_address)
+    return Terminal(storage=tmp_path_factory.mktemp("storage"), address=cluster_address)
 
 
 @pytest.fixture(scope="module")

@@ -50,11 +50,11 @@ def search_of(*trials: RunRecord, objective: Objective | None = None) -> SearchR
     )
 
 
-def ended(name: str, *, accuracy: float = 90.0, loss: float = 1.0, seconds: float = 10.0) -> RunRecord:
+def ended(name: str, *, accuracy: float = 90.0, seconds: float = 10.0) -> RunRecord:
     """A finished trial of that outcome."""
     run = run_of(name, accuracy=accuracy)
     epochs = tuple(replace(epoch, seconds=seconds) for epoch in run.epochs)
-    return replace(run, epochs=epochs, end=End(status="finished", results={"accuracy": accuracy, "loss": loss}))
+    return replace(run, epochs=epochs, end=End(status="finished", results={"accuracy": accuracy, "loss": 1.0}))
 
 
 def named(*runs: RunRecord) -> dict[str, RunRecord]:

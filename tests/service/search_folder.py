@@ -25,16 +25,14 @@ def controls(num_trials: int) -> list[ControlConfig]:
     return drawn
 
 
-def simulated_search(
-    folder: Path, num_trials: int, *, num_epochs: int = 3, task: str = RUN_SPEC.task, has_pictures: bool = False
-) -> Path:
+def simulated_search(folder: Path, num_trials: int, *, num_epochs: int = 3, task: str = RUN_SPEC.task) -> Path:
     """Writes a search of which every third trial was stopped after its first epoch; returns its folder."""
     base = replace(RUN_SPEC, task=task, recipe=replace(RUN_SPEC.recipe, epochs=num_epochs))
     runs = {f"{BASELINES}/{method}": replace(base, method=method, control=CONTROL) for method in ("fp32", "amp")}
     for index, control in enumerate(controls(num_trials)):
         runs[f"{TRIALS}/trial{index:02}"] = replace(base, method="triaccel", control=control)
     for index, (name, spec) in enumerate(runs.items()):
-        run = SimulatedRun(folder / name, control=spec.control, seed=index, has_pictures=has_pictures)
+        run = SimulatedRun(folder / name, control=spec.control, seed=index)
         run.info = {**run.info, "task": spec.task, "method": spec.method}
         stopped = spec.method == "triaccel" and index % 3 == 0
         run.start(epochs=1 if stopped else num_epochs)
@@ -44,4 +42,4 @@ def simulated_search(
     prepared = Prepared(objective=Objective(reference=reference), calibration=None, headroom_bytes=None)
     write_value(folder / SEARCH, SearchSpec(base=base, num_trials=num_trials))
     write_value(folder / PREPARED, prepared)
-    return SimulatedRun(folder, has_pictures=has_pictures).complete(epochs=0)
+    return SimulatedRun(folder).complete(epochs=0)

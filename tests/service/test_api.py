@@ -14,19 +14,19 @@ import pytest
 import ray
 
 from tests.service.build import CONTROL, SimulatedRun
-from tests.service.desk import typed
+from tests.service.mlflow_server import runs
 from tests.service.own_task import write_module
 from tests.service.search_folder import simulated_search
-from tests.service.stores import runs
+from tests.service.terminal import typed
 from tests.service.waiting import wait_until
 from triaccel_ray import Report, RunFailedError, compare, run, search, tune_batch
+from triaccel_ray.service.cli.arguments import Run, Search
 from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.parsing import parse
-from triaccel_ray.service.cli.specs import Run, Search
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.storage.layout import EVENTS
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.registry import name_of
 
@@ -85,7 +85,7 @@ def test_a_class_has_the_name_by_which_others_import_it(monkeypatch: pytest.Monk
 
 
 def test_a_report_holds_the_search_as_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = read_search(simulated_search(tmp_path / "hunt", 6, has_pictures=True))
+    record = read_search(simulated_search(tmp_path / "hunt", 6))
     report = Report("hunt", storage_path=tmp_path)
     assert capsys.readouterr().out == ""
     _, said, _ = typed(capsys, "report", "hunt", "--storage-path", str(tmp_path))
@@ -102,7 +102,7 @@ def test_a_report_holds_the_search_as_values(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_in_a_notebook_a_report_is_its_page_and_of_a_trial_it_has_the_epochs(tmp_path: Path) -> None:
-    report = Report(simulated_search(tmp_path / "hunt", 2, has_pictures=True))
+    report = Report(simulated_search(tmp_path / "hunt", 2))
     before, _, inside = report._repr_html_().partition("srcdoc='")
     assert before.startswith("<iframe sandbox ")
     assert inside.index("'") == inside.index("'></iframe>")

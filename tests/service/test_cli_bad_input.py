@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.service.build import SimulatedRun
-from tests.service.desk import typed
 from tests.service.own_task import write_module
 from tests.service.records import RUN_SPEC
+from tests.service.terminal import typed
 from triaccel_ray.control.errors import BudgetTooSmallError
 from triaccel_ray.records.codec import encode
 from triaccel_ray.service.cli import execute as commands
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.failures import RunFailedError
 from triaccel_ray.service.storage.layout import SPEC
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 
 WITH_SECRETS = (
     "s3://AKIA4711:s3cr3t@bucket/runs",

@@ -12,10 +12,10 @@ import pytest
 from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.job_submission import JobDetails
 
-from tests.service.desk import typed
 from tests.service.records import RUN_SPEC
+from tests.service.terminal import typed
 from triaccel_ray.service.cli.parsing import parse
-from triaccel_ray.service.jobs import RESUME_KEY, WHAT_KEY, jobs_grid, submission
+from triaccel_ray.service.jobs import RESUME_KEY, WHAT_KEY, jobs_table, submission
 from triaccel_ray.service.storage.layout import SPEC, write_value
 
 SECRETS = {
@@ -148,7 +148,7 @@ def test_jobs_are_listed_newest_first() -> None:
 
     old, new = job("a", "SUCCEEDED", "run x", 0, 61_500), job("b", "RUNNING", "w" * 80, 10_000, None)
     waiting = job("c", "PENDING", "run y", None, None)
-    rows = jobs_grid([old, waiting, new], now_ms=3_670_000).rows
+    rows = jobs_table([old, waiting, new], now_ms=3_670_000).rows
     assert [row[0] for row in rows] == ["c", "b", "a"]
     assert [row[-1] for row in rows] == ["0:00:00", "1:01:00", "0:01:01"]
     assert len(rows[1][1]) == 60

@@ -15,12 +15,12 @@ import pytest
 
 from tests.service.browser import Tags
 from tests.service.build import SimulatedRun
-from tests.service.desk import typed
+from tests.service.mlflow_server import Server
 from tests.service.records import RUN_SPEC
 from tests.service.search_folder import simulated_search
-from tests.service.stores import Server
+from tests.service.terminal import typed
 from tests.service.test_jobs import SECRETS
-from triaccel_ray.service.cli.options import Where, command_for
+from triaccel_ray.service.cli.options import Locations, command_for
 from triaccel_ray.service.commands.next_steps import command_to_resume
 from triaccel_ray.service.console import SafeConsole
 from triaccel_ray.service.credentials import display_address
@@ -70,7 +70,7 @@ def test_looking_at_a_folder_runs_no_code_that_it_names(
 ) -> None:
     monkeypatch.chdir(storage)
     (storage / "trap.py").write_text("import pathlib; pathlib.Path('sprung').touch()\n")
-    simulated_search(storage / "received", 1, num_epochs=1, task="trap:Mine", has_pictures=True)
+    simulated_search(storage / "received", 1, num_epochs=1, task="trap:Mine")
     status, said, _ = typed(capsys, "report", "received", "--storage-path", str(storage))
     assert (status, "triaccel run --from" in said) == (0, True)
     assert not (storage / "sprung").exists()
@@ -87,7 +87,7 @@ def test_what_a_folder_says_is_text_on_the_page_and_in_the_terminal(
     storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "<img src=x onerror=alert(1)>'\"[/red][link=x]\x1b]0;owned\x07\x1b[2J:bomb:"
-    folder = simulated_search(storage / "received", 1, num_epochs=1, task=evil, has_pictures=True)
+    folder = simulated_search(storage / "received", 1, num_epochs=1, task=evil)
     moved = folder.rename(storage / "<b>[bold]")
     status, said, _ = typed(capsys, "report", str(moved), "--storage-path", str(storage))
     assert status == 0
@@ -127,7 +127,7 @@ def test_no_password_of_the_command_line_is_repeated(
 
 def test_no_password_of_an_address_stands_in_what_is_to_be_typed(tmp_path: Path) -> None:
     for address in ("http://me:s3cr3t@host:8265", "me:s3cr3t@host:6379"):
-        words = command_to_resume(StoragePath(str(tmp_path), "hunt"), Where(address=address))
+        words = command_to_resume(StoragePath(str(tmp_path), "hunt"), Locations(address=address))
         assert "s3cr3t" not in words
         assert display_address(address) in words
     assert display_address("host:6379") == "host:6379"

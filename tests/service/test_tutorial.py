@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.service.desk import exit_status
+from tests.service.terminal import exit_status
 from triaccel_ray.service.runs.record import read_run
 
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.waiting import no_waiting
+from tests.host_sync import no_host_sync
 from triaccel_ray.config import DataPlace
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import delivered
@@ -90,7 +90,7 @@ def test_a_captured_batch_is_what_an_eager_one_is(size: int | None, data_on: Dat
     torch.cuda.synchronize()  # capture wrote the generator's offset on its own stream
     state = sampler.generator.get_state()
     replayed = []
-    with no_waiting():
+    with no_host_sync():
         for _ in range(5):  # into the second epoch
             indices.copy_(sampler.take(16))
             graph.replay()

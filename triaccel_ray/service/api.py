@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from triaccel_ray.config import ControlConfig
+from triaccel_ray.service.cli.arguments import Compare, Run, Search, TrainingCommand, TuneBatch
 from triaccel_ray.service.cli.keywords import command_of
-from triaccel_ray.service.cli.options import DEFAULT_STORAGE, Where
+from triaccel_ray.service.cli.options import DEFAULT_STORAGE, Locations
 from triaccel_ray.service.cli.parsing import check
-from triaccel_ray.service.cli.specs import Compare, Run, Search, Trains, TuneBatch
 from triaccel_ray.service.console import SafeConsole
 from triaccel_ray.service.storage.storage_path import StoragePath
 
@@ -79,14 +79,14 @@ def tune_batch(task: str | type[Task] | None = None, **options: Any) -> Report:
     return _carried_out(command_of(TuneBatch, task, options))
 
 
-def _carried_out(command: Trains) -> Report:
+def _carried_out(command: TrainingCommand) -> Report:
     check(command)
     from triaccel_ray.service.commands.train import carry_out
-    from triaccel_ray.service.failures import RunsFailedError
+    from triaccel_ray.service.failures import AllRunsFailedError
 
     outcome = carry_out(command)
     if outcome.failures:
-        raise RunsFailedError(outcome.failures)
+        raise AllRunsFailedError(outcome.failures)
     assert outcome.view is not None  # something new has been trained
     return Report.of(outcome.view)
 
@@ -105,11 +105,11 @@ class Report:
             LogError: there is no such result, or it is damaged.
             ValueError: `name` is not a valid name, or the storage path cannot be used.
         """
+        from triaccel_ray.service.locations import find
         from triaccel_ray.service.report.view import view_at
-        from triaccel_ray.service.session import find
 
         text = str(name.absolute()) if isinstance(name, Path) else name
-        self._view = view_at(find(text, Where(storage_path=StoragePath(str(storage_path)))))
+        self._view = view_at(find(text, Locations(storage_path=StoragePath(str(storage_path)))))
 
     @classmethod
     def of(cls, view: View) -> Report:

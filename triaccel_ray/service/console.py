@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from triaccel_ray.service.report.tables import Grid
+    from triaccel_ray.service.report.tables import TextTable
 
 _COMMANDS = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
 """Control characters and escape sequences that a terminal would act on, except color codes."""
@@ -35,21 +35,24 @@ err = SafeConsole(stderr=True)
 """Progress and messages: standard error, so that results can be piped."""
 
 
-def rich_table(grid: Grid, *, to: Console | None = None) -> Table:
-    """Returns the grid as a table for a terminal; if it is too wide, whole columns are dropped and no word is cut."""
+def rich_table(text_table: TextTable, *, to: Console | None = None) -> Table:
+    """Returns the table for a terminal; if it is too wide, whole columns are dropped and no word is cut."""
     terminal = to or out
-    for num_left_out in range(len(grid.droppable) + 1):
-        left_out = grid.droppable[:num_left_out]
+    for num_left_out in range(len(text_table.droppable) + 1):
+        left_out = text_table.droppable[:num_left_out]
         table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left", caption_justify="left")
-        for index, name in enumerate(grid.header):
+        for index, name in enumerate(text_table.header):
             if name not in left_out:
-                is_right = index > 0 and grid.has_numbers(index)
+                is_right = index > 0 and text_table.has_numbers(index)
                 table.add_column(name, justify="right" if is_right else "left", no_wrap=True)
-        for row in grid.rows:
-            table.add_row(*(cell for name, cell in zip(grid.header, row, strict=True) if name not in left_out))
+        for row in text_table.rows:
+            table.add_row(*(cell for name, cell in zip(text_table.header, row, strict=True) if name not in left_out))
         if terminal.measure(table, options=terminal.options.update_width(10_000)).maximum <= terminal.width:
             break
-    notes = [grid.note, f"left out for want of width: {', '.join(left_out)}; the page has them" if left_out else ""]
-    table.min_width = min(len(grid.title), terminal.width)  # a title wraps at its table's width
-    table.title, table.caption = grid.title or None, "\n".join(filter(None, notes)) or None
+    notes = [
+        text_table.note,
+        f"too wide for this terminal, so left out: {', '.join(left_out)}; the page has them" if left_out else "",
+    ]
+    table.min_width = min(len(text_table.title), terminal.width)  # a title wraps at its table's width
+    table.title, table.caption = text_table.title or None, "\n".join(filter(None, notes)) or None
     return table

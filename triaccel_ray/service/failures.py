@@ -27,9 +27,9 @@ from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.storage.layout import DAMAGED, ERROR, REPLACED
 
 MAX_LOSSES = 3
-"""Lost processes that a run survives, one of several ranks within each epoch; one more and it counts as failed."""
+"""Lost processes that a run survives; a run on several ranks survives as many in each epoch. One more is a failure."""
 
-RESULTS = ("out_of_memory", "non_finite")
+CONFIGURATION_CAUSES = ("out_of_memory", "non_finite")
 """Causes that lie in the settings tried: the same settings would fail the same way again."""
 
 
@@ -65,7 +65,7 @@ class RunFailedError(RuntimeError):
         self.__cause__ = error
 
 
-class RunsFailedError(RunFailedError):
+class AllRunsFailedError(RunFailedError):
     """No run of a search or comparison finished; the message says how each failed."""
 
     def __init__(self, failures: Iterable[str]) -> None:
@@ -93,7 +93,7 @@ def cause_of(error: BaseException) -> str:
     return next((cause for kind, cause in _CAUSES.items() if isinstance(error, kind)), "bug")
 
 
-def failed(error: Exception) -> End:
+def failure_record(error: Exception) -> End:
     """Returns the end record of a run that failed by `error`."""
     return End(status="failed", cause=cause_of(error), message=f"{type(error).__name__}: {error}"[:500])
 
@@ -214,8 +214,8 @@ class LogHistory:
         if world_size != found.world_size_before:
             found = replace(found, message=f"{found.message}; {found.world_size_before} -> {world_size} processes")
         # Work since the checkpoint is repeated; before an earlier interruption, it is counted there.
-        places = [num_kept - 1, *(place for place, _ in self.interruptions)]
-        since_ms = max((self.times_ms[place] for place in places if place < len(self.times_ms)), default=None)
+        indices = [num_kept - 1, *(index for index, _ in self.interruptions)]
+        since_ms = max((self.times_ms[index] for index in indices if index < len(self.times_ms)), default=None)
         seconds_lost = None if since_ms is None else max(time.time() - since_ms / 1e3, 0.0)
         return replace(found, world_size=world_size, seconds_lost=seconds_lost)
 
@@ -229,7 +229,7 @@ def history_of(path: Path) -> LogHistory:
     if not events:
         return LogHistory()
     records, end = [event.record for event in events], events[-1].record
-    earlier = [(place, record) for place, record in enumerate(records) if isinstance(record, Interruption)]
+    earlier = [(index, record) for index, record in enumerate(records) if isinstance(record, Interruption)]
     cause, message = "preempted", "the process or its node was lost"
     if isinstance(end, End):
         cause, message = end.cause or end.status, end.message or f"it was {end.status}"

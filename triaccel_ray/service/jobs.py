@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 from ray.exceptions import AuthenticationError, RayError
 
 from triaccel_ray.config import require
+from triaccel_ray.service.cli.arguments import Resume, TrainingCommand
 from triaccel_ray.service.cli.parsing import check, parse
-from triaccel_ray.service.cli.specs import Resume, Trains
-from triaccel_ray.service.cli.translation import spec_of
+from triaccel_ray.service.cli.spec_builder import spec_of
 from triaccel_ray.service.cluster.cluster import (
     ClusterUnavailableError,
     environment_variables,
@@ -29,8 +29,8 @@ from triaccel_ray.service.cluster.cluster import (
 )
 from triaccel_ray.service.console import err, out, rich_table
 from triaccel_ray.service.credentials import display_address, without_passwords
-from triaccel_ray.service.report.tables import Grid
-from triaccel_ray.service.session import checked_name, named_store, new_name, require_experiment, tracking_uri_of
+from triaccel_ray.service.locations import checked_name, named_store, new_name, require_experiment, tracking_uri_of
+from triaccel_ray.service.report.tables import TextTable
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ def list_jobs(*, address: str | None) -> None:
     with job_client(address) as client:
         jobs = [job for job in client.list_jobs() if job.submission_id]
     if jobs:
-        out.print(rich_table(jobs_grid(jobs, now_ms=time.time_ns() // 1_000_000)))
+        out.print(rich_table(jobs_table(jobs, now_ms=time.time_ns() // 1_000_000)))
     else:
-        out.print("no jobs yet; `triaccel submit -- search digits` hands one over")
+        out.print("no jobs yet; `triaccel submit -- search digits` submits one")
 
 
 def show_logs(job: str, *, follow: bool, address: str | None) -> int:
@@ -96,11 +96,11 @@ def stop(job: str, *, address: str | None) -> None:
     with job_client(address) as client:
         client.stop_job(job)
         found = client.get_job_info(job)
-    out.print(f"{job} is told to stop; `triaccel logs {job} --follow` shows its end", soft_wrap=True)
+    out.print(f"{job} has been asked to stop; `triaccel logs {job} --follow` shows its end", soft_wrap=True)
     resume = (found.metadata or {}).get(RESUME_KEY)
     if resume is not None:
-        out.print(f"go on, on the cluster: triaccel submit{_address_option(address)} -- {resume}", soft_wrap=True)
-        out.print(f"go on, on this machine: triaccel {resume}", soft_wrap=True)
+        out.print(f"to resume on the cluster: triaccel submit{_address_option(address)} -- {resume}", soft_wrap=True)
+        out.print(f"to resume on this machine: triaccel {resume}", soft_wrap=True)
 
 
 def _address_option(address: str | None) -> str:
@@ -173,7 +173,7 @@ COMMANDS = ("run", "search", "compare", "tune-batch", "resume")
 """Commands that train; only these can be submitted to a cluster."""
 
 _CACHES = ("node_modules", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache")
-NEVER_TRAVELS = (".git", ".venv", "venv", *_CACHES, "triaccel-runs", "mlruns", "mlflow.db")
+NEVER_UPLOADED = (".git", ".venv", "venv", *_CACHES, "triaccel-runs", "mlruns", "mlflow.db")
 """Names of files and folders that are not uploaded, nor is what `.gitignore` names."""
 
 WHAT_KEY, RESUME_KEY = "triaccel.what", "triaccel.resume"
@@ -229,7 +229,7 @@ def submission(words: Sequence[str], *, name: str | None) -> tuple[dict[str, Any
     where = ["--storage-path", storage.storage, *([] if store is None else ["--tracking-uri", store])]
     runtime_env = {
         "working_dir": str(folder),
-        "excludes": [*NEVER_TRAVELS, *_ignore_patterns(folder, stays)],
+        "excludes": [*NEVER_UPLOADED, *_ignore_patterns(folder, stays)],
         # As Ctrl-C: the log is ended and shipped. Ray's default, SIGTERM, would leave it "running" for ever.
         "env_vars": {"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": "120"},
     }
@@ -240,9 +240,9 @@ def submission(words: Sequence[str], *, name: str | None) -> tuple[dict[str, Any
 
 
 def _project_folder() -> Path:
-    """Returns the current folder, which travels with the job; raises ValueError if it is no project's."""
+    """Returns the current folder, which is uploaded with the job; raises ValueError if it is no project's."""
     folder = Path.cwd()
-    rule = "is no folder of a project, and would travel whole; change into the project's folder"
+    rule = "is not a project's folder, and all of it would be uploaded; change into the project's folder"
     require(folder not in (Path.home(), Path(folder.anchor)), "working directory", str(folder), rule)
     return folder
 
@@ -253,18 +253,18 @@ def _ignore_patterns(folder: Path, paths: Sequence[Path]) -> list[str]:
     return [re.sub(r"([\\*?\[\]!# ])", r"\\\1", f"/{path}") for path in inside]
 
 
-def _checked_command(words: Sequence[str]) -> Trains | Resume:
+def _checked_command(words: Sequence[str]) -> TrainingCommand | Resume:
     rule = f"after -- comes one of {', '.join(COMMANDS)}, as in `triaccel submit -- search digits --trials 8`"
     require(bool(words) and words[0] in COMMANDS, "command", " ".join(words[:1]), rule)
     command = parse(words)
     check(command)
-    assert isinstance(command, Trains | Resume)
+    assert isinstance(command, TrainingCommand | Resume)
     rule = "a job works on the cluster that runs it; name the cluster before the --"
     require(command.where.address in (None, "auto"), "address", command.where.address, rule)
     return command
 
 
-def jobs_grid(jobs: Sequence[JobDetails], *, now_ms: int) -> Grid:
+def jobs_table(jobs: Sequence[JobDetails], *, now_ms: int) -> TextTable:
     """Returns the table of jobs, newest first, with times in this machine's time zone."""
     rows = []
     for job in sorted(jobs, key=lambda job: now_ms if job.start_time is None else job.start_time, reverse=True):
@@ -275,7 +275,7 @@ def jobs_grid(jobs: Sequence[JobDetails], *, now_ms: int) -> Grid:
         what = (job.metadata or {}).get(WHAT_KEY, job.entrypoint)
         what = what if len(what) <= 60 else f"{what[:57]}..."
         rows.append([job.submission_id or "", what, job.status.value, started, str(timedelta(seconds=seconds))])
-    return Grid(header=("job", "what", "status", "started", "duration"), rows=rows)
+    return TextTable(header=("job", "what", "status", "started", "duration"), rows=rows)
 
 
 def _absolute_name(name: str) -> str:

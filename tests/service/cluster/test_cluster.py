@@ -24,7 +24,7 @@ from triaccel_ray.service.cluster.cluster import (
     require_gpus,
     require_reachable,
 )
-from triaccel_ray.service.runs.runs import num_groups
+from triaccel_ray.service.runs.launch import num_groups
 from triaccel_ray.service.runs.spec import MAX_TRIALS_PER_GPU
 
 
@@ -90,7 +90,7 @@ def test_what_listens_and_is_no_ray_is_refused_without_asking_again(
         thread = threading.Thread(target=_answer_all, args=(server, answer))
         thread.start()
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(ClusterUnavailableError, match=r"\(what listens there is no Ray\)"):
+        with pytest.raises(ClusterUnavailableError, match=r"\(what listens there is not Ray\)"):
             require_reachable(address)
         server.shutdown(socket.SHUT_RDWR)  # wakes the thread
         thread.join()

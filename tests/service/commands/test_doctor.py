@@ -7,8 +7,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.service.stores import free_port
-from triaccel_ray.service.cli.options import Where
+from tests.service.mlflow_server import free_port
+from triaccel_ray.service.cli.options import Locations
 from triaccel_ray.service.commands import doctor
 from triaccel_ray.service.commands.doctor import Finding, examine
 from triaccel_ray.service.storage.storage_path import StoragePath
@@ -23,7 +23,7 @@ def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Findi
 
     monkeypatch.setattr(doctor, "_gpu", broken)
     port = free_port()
-    where = Where(
+    where = Locations(
         storage_path=StoragePath(str(tmp_path)), tracking_uri=f"http://127.0.0.1:{port}", address=f"127.0.0.1:{port}"
     )
     return {subject: (verdict, text) for subject, verdict, text in examine(where)}

@@ -18,9 +18,9 @@ from triaccel_ray.records.events import End, Epoch, EventLog, Interruption, Reco
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service import console
 from triaccel_ray.service.commands import progress
-from triaccel_ray.service.commands.progress import Progress
+from triaccel_ray.service.commands.progress import ProgressPrinter
 from triaccel_ray.service.console import rich_table
-from triaccel_ray.service.report.tables import Grid
+from triaccel_ray.service.report.tables import TextTable
 from triaccel_ray.service.storage.layout import EVENTS
 
 START = Start(control=ControlConfig(), parameters={"recipe.epochs": 3, "memory_limit_bytes": 2**31})
@@ -52,7 +52,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> StringIO:
 
 def test_a_line_names_the_precisions_of_the_layers(screen: StringIO, tmp_path: Path) -> None:
     run = SimulatedRun(tmp_path / "one")
-    with Progress("training", tmp_path):
+    with ProgressPrinter("training", tmp_path):
         assert screen.getvalue() == "training\n"  # at once
         run.complete(epochs=1)
     *_, tick, _, _ = [event.record for event in read_events(run.path)]
@@ -65,7 +65,7 @@ def test_a_line_names_the_precisions_of_the_layers(screen: StringIO, tmp_path: P
 
 def test_a_run_has_a_line_for_each_epoch_once(screen: StringIO, tmp_path: Path) -> None:
     write(tmp_path / "one", START, epoch_record(1))
-    with Progress("training", tmp_path, ["one"]):
+    with ProgressPrinter("training", tmp_path, ["one"]):
         assert screen.getvalue() == "training\n"
         write(tmp_path / "one", Interruption(cause="preempted", message="the process was lost", epoch=1))
         write(tmp_path / "one", epoch_record(2))
@@ -81,7 +81,7 @@ def test_a_run_has_a_line_for_each_epoch_once(screen: StringIO, tmp_path: Path) 
 
 
 def test_what_a_final_run_is_judged_on_is_called_test_samples(screen: StringIO, tmp_path: Path) -> None:
-    with Progress("training", tmp_path, ["one"]):
+    with ProgressPrinter("training", tmp_path, ["one"]):
         write(tmp_path / "one", replace(START, info={"purpose": "final"}), epoch_record(3), FINISHED)
     assert screen.getvalue().splitlines()[-1].startswith("one finished after epoch 3/3: test accuracy 97.49 %")
 
@@ -89,7 +89,7 @@ def test_what_a_final_run_is_judged_on_is_called_test_samples(screen: StringIO, 
 @pytest.mark.parametrize(("num_epochs", "num_lines"), [(7, 7), (100, 100), (101, 51), (1000, 101)])
 def test_a_long_run_has_a_hundred_lines(screen: StringIO, tmp_path: Path, num_epochs: int, num_lines: int) -> None:
     start = Start(control=ControlConfig(), parameters={"recipe.epochs": num_epochs})
-    with Progress("training", tmp_path, ["one"]):
+    with ProgressPrinter("training", tmp_path, ["one"]):
         write(tmp_path / "one", start, *map(epoch_record, range(1, num_epochs + 1)))
     lines = screen.getvalue().splitlines()[1:]
     assert lines[0].startswith(f"epoch 1/{num_epochs},")
@@ -99,7 +99,7 @@ def test_a_long_run_has_a_hundred_lines(screen: StringIO, tmp_path: Path, num_ep
 
 def test_each_of_several_runs_has_a_line_at_its_end(screen: StringIO, tmp_path: Path) -> None:
     write(tmp_path / "before", START, epoch_record(2), End(status="stopped"))
-    with Progress("searching", tmp_path, num_trials=6):
+    with ProgressPrinter("searching", tmp_path, num_trials=6):
         write(tmp_path / "a", START, epoch_record(2), FINISHED)
         write(tmp_path / "b", START, epoch_record(2), End(status="stopped"))
         write(tmp_path / "c", START, End(status="stopped"))
@@ -120,12 +120,14 @@ def test_each_of_several_runs_has_a_line_at_its_end(screen: StringIO, tmp_path: 
 def test_a_narrow_terminal_goes_without_columns(monkeypatch: pytest.MonkeyPatch, width: int, left_out: str) -> None:
     monkeypatch.setattr(console, "out", Console(file=StringIO(), width=width))
     header = ("first", "second", "third")
-    table = rich_table(Grid(header=header, rows=[("a", "b", "c")], droppable=("second", "third")))
+    table = rich_table(TextTable(header=header, rows=[("a", "b", "c")], droppable=("second", "third")))
     assert [column.header for column in table.columns] == [name for name in header if name not in left_out]
-    assert table.caption == (f"left out for want of width: {left_out}; the page has them" if left_out else None)
+    assert table.caption == (
+        f"too wide for this terminal, so left out: {left_out}; the page has them" if left_out else None
+    )
 
 
 def test_columns_of_numbers_alone_are_on_the_right() -> None:
     rows = [("a", "1,635", "90.1 ± 0.2", "", "12 steps were skipped"), ("b", "inf", "-3 *", "", "the batch grows")]
-    table = rich_table(Grid(header=("run", "samples/s", "accuracy", "note", "reason"), rows=rows))
+    table = rich_table(TextTable(header=("run", "samples/s", "accuracy", "note", "reason"), rows=rows))
     assert [column.justify for column in table.columns] == ["left", "right", "right", "left", "left"]

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from tests.service.build import SimulatedRun
-from tests.service.stores import ship
-from triaccel_ray.service.cli.options import Where
+from tests.service.mlflow_server import ship
+from triaccel_ray.service.cli.options import Locations
 from triaccel_ray.service.commands.recording import with_recorded_store
-from triaccel_ray.service.session import tracker_of
+from triaccel_ray.service.locations import tracker_of
 from triaccel_ray.service.storage.layout import SHIPPED
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
+from triaccel_ray.service.tracking.tracker import Tracker, TrackingUnavailableError
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def run(sqlite_tracker: Tracker, tmp_path: Path, experiment: str) -> Path:
 
 
 @pytest.fixture
-def where(tmp_path: Path) -> Where:
-    return Where(storage_path=StoragePath(str(tmp_path / "storage")))
+def where(tmp_path: Path) -> Locations:
+    return Locations(storage_path=StoragePath(str(tmp_path / "storage")))
 
 
 def note(run: Path, **changes: str | None) -> None:
@@ -35,16 +35,18 @@ def note(run: Path, **changes: str | None) -> None:
 
 
 def test_the_store_is_that_of_the_run(
-    run: Path, sqlite_tracker: Tracker, where: Where, capsys: pytest.CaptureFixture[str]
+    run: Path, sqlite_tracker: Tracker, where: Locations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert with_recorded_store(run, where).tracking_uri == sqlite_tracker.uri
     assert f"recorded in {sqlite_tracker.uri}, as before" in capsys.readouterr().err
-    given = Where(storage_path=where.storage_path, tracking_uri="sqlite:///given.db")
+    given = Locations(storage_path=where.storage_path, tracking_uri="sqlite:///given.db")
     assert with_recorded_store(run, given) == given
     assert with_recorded_store(run.parent / "new", where) == where
 
 
-def test_a_store_that_is_gone_is_the_usual_one_again(run: Path, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_gone_is_the_usual_one_again(
+    run: Path, where: Locations, monkeypatch: pytest.MonkeyPatch
+) -> None:
     note(run, store="sqlite:////gone/mlflow.db")
     assert with_recorded_store(run, where) == where
     note(run, store=f"sqlite:///{run.parent / 'mlflow.db'}")
@@ -54,8 +56,8 @@ def test_a_store_that_is_gone_is_the_usual_one_again(run: Path, where: Where, mo
     assert with_recorded_store(run, where).tracking_uri == f"sqlite:///{run.parent / 'mlflow.db'}"
 
 
-def test_a_bucket_has_no_usual_store(run: Path, where: Where) -> None:
-    bucket = Where(storage_path=StoragePath("s3://bucket/runs"))
+def test_a_bucket_has_no_usual_store(run: Path, where: Locations) -> None:
+    bucket = Locations(storage_path=StoragePath("s3://bucket/runs"))
     note(run, store="http://127.0.0.1:5000")
     for each in (where, bucket):
         assert with_recorded_store(run, each).tracking_uri == "http://127.0.0.1:5000"

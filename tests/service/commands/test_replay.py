@@ -8,13 +8,13 @@ import torch
 
 from tests.build import CONFIG, blobs, cross_entropy, mlp
 from tests.service.build import CONTROL, SimulatedRun
-from tests.service.desk import typed
 from tests.service.records import run_of
+from tests.service.terminal import typed
 from triaccel_ray.config import ControlConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.records.events import EventLog, LogError
 from triaccel_ray.records.plan import Precision, Reason, ReasonCode, Storage
-from triaccel_ray.service.commands.replay import reasons_grid, verdict
+from triaccel_ray.service.commands.replay import reasons_table, verdict
 from triaccel_ray.service.runs.record import RunRecord
 
 
@@ -105,10 +105,10 @@ def test_a_memory_plan_that_differs_is_told_by_region(run: RunRecord) -> None:
 
 
 def test_reasons_are_listed_oldest_first_and_cut(run: RunRecord) -> None:
-    grid, whole = reasons_grid(run, most=3), reasons_grid(run, most=10**6)
+    table, whole = reasons_table(run, max_rows=3), reasons_table(run, max_rows=10**6)
     total = len(whole.rows)
     assert total > 10
-    assert (grid.rows, grid.note) == (whole.rows[:3], f"{total - 3} more; --reasons {total} shows all")
+    assert (table.rows, table.note) == (whole.rows[:3], f"{total - 3} more; --reasons {total} shows all")
     assert whole.note == ""
     firsts = [int(row[0].partition(" ")[0]) for row in whole.rows]
     assert firsts == sorted(firsts)
@@ -125,8 +125,8 @@ def test_a_reason_that_lasts_has_one_row_with_its_first_and_last_step(run: RunRe
         )
         for index, (tick, chosen) in enumerate(zip(run.ticks, said, strict=False))
     ]
-    grid = reasons_grid(replace(run, ticks=tuple(ticks)), most=9)
-    rows = [(row[0], row[3]) for row in grid.rows]
+    table = reasons_table(replace(run, ticks=tuple(ticks)), max_rows=9)
+    rows = [(row[0], row[3]) for row in table.rows]
     assert rows == [("0", "grows"), ("0 to 20", "waits"), ("20", "stays"), ("40", "waits")]
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 
 from tests.service.build import SimulatedRun
-from tests.service.desk import typed
-from tests.service.stores import ship
+from tests.service.mlflow_server import ship
+from tests.service.terminal import typed
 from triaccel_ray.service.commands.ui import runs_pages
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 
 
 @pytest.mark.parametrize("option", ["--storage-path {}", "--tracking-uri sqlite:///{}/mlflow.db"])

@@ -12,7 +12,7 @@ from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.compare.comparison import (
     READINGS,
-    Comparison,
+    ComparisonRecord,
     FixedSetting,
     MethodResults,
     final_runs,
@@ -22,16 +22,16 @@ from triaccel_ray.service.compare.comparison import (
 from triaccel_ray.service.compare.spec import ABLATION, ComparisonSpec
 from triaccel_ray.service.report.comparison import (
     comparison_tables,
-    differences_grid,
+    differences_table,
     paired_differences,
-    readings_grid,
-    values_grid,
+    readings_table,
+    values_table,
     view_comparison,
 )
 from triaccel_ray.service.report.report import show
-from triaccel_ray.service.report.tables import RESULT_HEADINGS, Grid
+from triaccel_ray.service.report.tables import RESULT_HEADINGS, TextTable
 from triaccel_ray.service.report.view import view_at
-from triaccel_ray.service.storage.layout import COMPARISON, FIXED_SETTING, begin, write_value
+from triaccel_ray.service.storage.layout import COMPARISON, FIXED_SETTING, create_with_spec, write_value
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 
@@ -51,15 +51,15 @@ def results(method: str, *accuracies: float, **others: tuple[float, ...]) -> Met
     return MethodResults(method=method, by_seed=by_seed)
 
 
-def table_of(*rows: MethodResults) -> Grid:
-    return values_grid("", {each.method: each for each in rows}, Goal())
+def table_of(*rows: MethodResults) -> TextTable:
+    return values_table("", {each.method: each for each in rows}, Goal())
 
 
-def to_amp(amp: MethodResults, *rows: MethodResults) -> Grid:
-    return differences_grid("", [(each.method, each, amp) for each in rows], Goal())
+def to_amp(amp: MethodResults, *rows: MethodResults) -> TextTable:
+    return differences_table("", [(each.method, each, amp) for each in rows], Goal())
 
 
-def record_of(spec: ComparisonSpec, folder: Path = Path("versus"), log: Path = Path("none")) -> Comparison:
+def record_of(spec: ComparisonSpec, folder: Path = Path("versus"), log: Path = Path("none")) -> ComparisonRecord:
     """A comparison with all final runs finished; method k of seed s ends k + s * (1 + k / 10) above 80 %.
 
     All have the log that lies in the folder `log`.
@@ -71,7 +71,7 @@ def record_of(spec: ComparisonSpec, folder: Path = Path("versus"), log: Path = P
         value = 80.0 + place + run.seed * (1.0 + place / 10)
         end = End(status="finished", results=dict.fromkeys(RESULT_HEADINGS, value / 10) | {"accuracy": value})
         runs[name] = replace(run_of(name), spec=run, end=end, folder=log)
-    return Comparison(folder=folder, spec=spec, fixed=fixed, runs=runs)
+    return ComparisonRecord(folder=folder, spec=spec, fixed=fixed, runs=runs)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_the_two_tables() -> None:
 
 def test_a_comparison_survives_its_file(tmp_path: Path) -> None:
     spec, folder = comparison(ablation=True, num_fixed=2), tmp_path / "versus"
-    begin(folder, COMPARISON, spec)
+    create_with_spec(folder, COMPARISON, spec)
     read = read_comparison(folder)
     assert (read.spec, read.fixed, read.runs, read.trials) == (spec, None, {}, {})
     write_value(folder / FIXED_SETTING, CHOSEN)
@@ -108,7 +108,7 @@ def test_a_comparison_survives_its_file(tmp_path: Path) -> None:
     with pytest.raises(LogError, match=r"fixed\.json cannot be read"):
         read_comparison(folder)
     with pytest.raises(ValueError, match="exists already"):
-        begin(folder, COMPARISON, spec)
+        create_with_spec(folder, COMPARISON, spec)
 
 
 def test_what_has_finished_is_not_run_again() -> None:
@@ -138,25 +138,25 @@ def test_few_figures_stand_for_a_comparison() -> None:
 def test_table_1_has_mean_and_deviation_without_exponents() -> None:
     rows = [results("amp", 90.0, 91.0, 92.0), results("fixed", 50.0), results("triaccel")]
     large = results("fp32", 90.0, 91.0, score=(12345.0, 12645.0))
-    grid = table_of(*rows, large)
-    assert [list(row[:4]) for row in grid.rows[:3]] == [
+    table = table_of(*rows, large)
+    assert [list(row[:4]) for row in table.rows[:3]] == [
         ["amp", "3", "91 ± 1", "0.91 ± 0.01"],
         ["fixed", "1", "50", "0.5"],
         ["triaccel", "0", "", ""],
     ]
-    assert grid.rows[3][-1] == "12495 ± 212"
-    assert {len(row) for row in grid.rows} == {len(grid.header)} == {7}
-    assert "view" not in grid.note
+    assert table.rows[3][-1] == "12495 ± 212"
+    assert {len(row) for row in table.rows} == {len(table.header)} == {7}
+    assert "view" not in table.note
     rows = [results("amp", 90.0, 91.0, one_view_accuracy=(89.0, 90.0)), results("triaccel", 90.0)]
-    grid = table_of(*rows)
-    assert grid.header[-1] == "by one view %"
-    assert [row[-1] for row in grid.rows] == ["89.5 ± 0.71", ""]
-    assert "by one view: by the sample as it is" in grid.note
-    assert "only 2 of 3 runs were judged by several views: not comparable" in grid.note
+    table = table_of(*rows)
+    assert table.header[-1] == "by one view %"
+    assert [row[-1] for row in table.rows] == ["89.5 ± 0.71", ""]
+    assert "by one view: by the sample as it is" in table.note
+    assert "only 2 of 3 runs were judged by several views: not comparable" in table.note
     del rows[0].by_seed[1]["one_view_accuracy"]  # type: ignore[attr-defined]  # what a run lacks has no mean
-    grid = table_of(*rows)
-    assert [(row[2], row[-1]) for row in grid.rows] == [("90.5 ± 0.71", ""), ("90", "")]
-    assert "only 1 of 3 runs were judged by several views: not comparable" in grid.note
+    table = table_of(*rows)
+    assert [(row[2], row[-1]) for row in table.rows] == [("90.5 ± 0.71", ""), ("90", "")]
+    assert "only 1 of 3 runs were judged by several views: not comparable" in table.note
 
 
 def test_the_score_is_shown_by_every_reading_and_whether_they_agree() -> None:
@@ -165,36 +165,36 @@ def test_the_score_is_shown_by_every_reading_and_whether_they_agree() -> None:
         "triaccel", 90.0, 92.0, training_seconds=(9.0, 9.0), peak_gb=(1.0, 1.0), allocated_peak_gb=(1.0, 1.0)
     )
     rows = {each.method: each for each in (amp, fast, results("fp32"))}
-    grid = readings_grid("", rows, Goal())
-    assert list(grid.header) == ["method", *READINGS]
-    cells = {row[0]: dict(zip(READINGS, row[1:], strict=True)) for row in grid.rows}
+    table = readings_table("", rows, Goal())
+    assert list(table.header) == ["method", *READINGS]
+    cells = {row[0]: dict(zip(READINGS, row[1:], strict=True)) for row in table.rows}
     assert cells["amp"]["whole run s, process GB"] == "4.55 ± 0.071"  # 90 and 92 over 20
     assert cells["triaccel"]["whole run s, allocator GB"] == "10.11 ± 0.16"
     assert set(cells["fp32"].values()) == {""}
-    assert grid.note.endswith(
+    assert table.note.endswith(
         "the readings disagree: triaccel by s/epoch, process GB, amp by s/epoch, allocator GB, "
         "triaccel by whole run s, process GB, amp by whole run s, allocator GB"
     )
     for figures in (figures for each in rows.values() for figures in each.by_seed.values()):
         figures["allocated_peak_gb"] = 0.0  # type: ignore[index]  # as on a CPU
-    grid = readings_grid("", rows, Goal())
-    assert list(grid.header) == ["method", "s/epoch, process GB", "whole run s, process GB"]
-    assert grid.note.endswith("triaccel leads by every reading")
-    assert "leads" not in readings_grid("", {"amp": amp}, Goal()).note
+    table = readings_table("", rows, Goal())
+    assert list(table.header) == ["method", "s/epoch, process GB", "whole run s, process GB"]
+    assert table.note.endswith("triaccel leads by every reading")
+    assert "leads" not in readings_table("", {"amp": amp}, Goal()).note
     near = {**rows, "engine-amp": results("engine-amp", 89.9, 91.9, training_seconds=(9.0, 9.0), peak_gb=(1.0, 1.0))}
-    note = readings_grid("", near, Goal()).note
+    note = readings_table("", near, Goal()).note
     assert note.endswith("triaccel leads by every reading; as good within the standard deviations: engine-amp")
     near["engine-amp"].by_seed[0]["training_seconds"] = 8.99  # type: ignore[index]
     near["engine-amp"].by_seed[1]["training_seconds"] = 8.99  # type: ignore[index]
-    note = readings_grid("", near, Goal()).note
+    note = readings_table("", near, Goal()).note
     assert note.endswith("as good by every reading, within the standard deviations: triaccel, engine-amp")
     near["engine-amp"] = results("engine-amp", 89.9, training_seconds=(9.0,), peak_gb=(1.0,))
-    assert readings_grid("", near, Goal()).note.endswith("triaccel leads by every reading")  # of one seed alone
+    assert readings_table("", near, Goal()).note.endswith("triaccel leads by every reading")  # of one seed alone
     unequal = {**rows, "fp32": results("fp32", 99.0, training_seconds=(0.1,))}
-    assert "fp32" not in readings_grid("", unequal, Goal()).note  # of one seed alone
+    assert "fp32" not in readings_table("", unequal, Goal()).note  # of one seed alone
     del fast.by_seed[0]["allocated_peak_gb"]  # type: ignore[attr-defined]
-    grid = readings_grid("", {"amp": amp, "triaccel": fast}, Goal())
-    assert grid.note.endswith("triaccel leads by every reading")  # of those that all runs have
+    table = readings_table("", {"amp": amp, "triaccel": fast}, Goal())
+    assert table.note.endswith("triaccel leads by every reading")  # of those that all runs have
 
 
 def test_the_command_of_a_comparison_is_that_of_a_finished_run(tmp_path: Path, log: Path) -> None:
@@ -227,9 +227,9 @@ def test_differences_to_amp_are_paired_with_intervals_corrected_for_three_rows()
     amp = results("amp", 90.0, 91.0, 92.0)
     better = results("triaccel", 91.0, 93.0, 95.0, score=(1e6, 1e6, 1e6))  # differences 1, 2, 3
     steady = results("fp32", 91.0, 92.01, 92.99)  # differences 1, 1.01, 0.99
-    grid = to_amp(amp, steady, better, results("fixed", 90.0))
-    assert {len(row) for row in grid.rows} == {len(grid.header)}
-    rows = {(row[0], row[1]): list(row[2:]) for row in grid.rows}
+    table = to_amp(amp, steady, better, results("fixed", 90.0))
+    assert {len(row) for row in table.rows} == {len(table.header)}
+    rows = {(row[0], row[1]): list(row[2:]) for row in table.rows}
     assert rows["triaccel", "test accuracy %"] == ["+2", "+2.2", "-2.42 to +6.42"]  # 2 +- 7.648838 / sqrt(3)
     assert rows["fp32", "test accuracy %"] == ["+1", "+1.1", "+0.956 to +1.04"]
     assert rows["fixed", "test accuracy %"] == ["0", "0", ""]
@@ -248,8 +248,8 @@ def test_differences_to_amp_are_paired_with_intervals_corrected_for_three_rows()
 def test_differences_that_are_nothing_or_of_few_seeds(
     amp: tuple[float, ...], fp32: tuple[float, ...], cells: list[str]
 ) -> None:
-    grid = to_amp(results("amp", *amp), results("fp32", *fp32))
-    assert list(grid.rows[0][2:]) == cells
+    table = to_amp(results("amp", *amp), results("fp32", *fp32))
+    assert list(table.rows[0][2:]) == cells
     assert not to_amp(results("amp", *amp), results("fp32")).rows  # of an interrupted comparison
 
 
@@ -264,7 +264,7 @@ def test_what_is_zero_everywhere_is_not_compared() -> None:
 
 
 def test_table_2_differs_from_the_row_above() -> None:
-    tables = {grid.title: grid for grid in comparison_tables(record_of(comparison(("fp32",), ablation=True)))}
+    tables = {table.title: table for table in comparison_tables(record_of(comparison(("fp32",), ablation=True)))}
     assert "AMP is not among the methods" in tables["Table 1, test samples, read once by each run"].note
     assert "Table 1, differences to AMP" not in tables
     assert [row[0] for row in tables["Table 2, the ablation"].rows] == list(ABLATION.values())
@@ -282,7 +282,7 @@ def test_what_each_method_trained_with_is_shown() -> None:
     assert rows["triaccel"] == ["per layer, from bf16", "32 to 160, from 96", "0.1", "0.0005"]
     assert trained_with.note.startswith("best fixed: the best score of 1 on validation samples")
     not_yet = comparison_tables(replace(record, fixed=None))
-    assert trained_with.title not in [grid.title for grid in not_yet]
+    assert trained_with.title not in [table.title for table in not_yet]
 
 
 def test_a_comparison_is_shown_and_written_as_a_page(
@@ -301,9 +301,9 @@ def test_a_comparison_is_shown_and_written_as_a_page(
     said, page = capsys.readouterr().out, view.page.read_text()
     best = spec.table_1[-1]
     tables, command = comparison_tables(record), f"triaccel run --from {tmp_path}/{best}-seed0"
-    assert [grid.title[:7] for grid in tables if "GPUs shared by 2 runs each" in grid.note] == ["Table 1", "Table 2"]
+    assert [table.title[:7] for table in tables if "GPUs shared by 2 runs each" in table.note] == ["Table 1", "Table 2"]
     for shown in (said, page):
-        assert all(grid.title in shown for grid in tables)
+        assert all(table.title in shown for table in tables)
         advice = "to train with best fixed, which has the best score, within 1 point of the accuracy of AMP:"
         assert f"{advice}\n{command}" in shown
         assert "amp-seed1 failed (out_of_memory) after epoch 2: not even one sample fits" in shown
@@ -313,7 +313,7 @@ def test_a_comparison_is_shown_and_written_as_a_page(
 
 
 def test_a_comparison_that_has_just_begun_can_be_looked_at(tmp_path: Path) -> None:
-    begin(tmp_path / "versus", COMPARISON, comparison(num_fixed=1))
+    create_with_spec(tmp_path / "versus", COMPARISON, comparison(num_fixed=1))
     view = view_at(StoragePath.of(tmp_path / "versus"))
     assert view.command == ""
     assert "Table 1" in view.page.read_text()

@@ -11,11 +11,11 @@ from tests.service.records import FINAL_SPEC, run_of
 from tests.service.worker_factory import Begin, records, train
 from triaccel_ray.records.events import End, Epoch
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.compare.comparison import Comparison, MethodResults, final_runs
+from triaccel_ray.service.compare.comparison import ComparisonRecord, MethodResults, final_runs
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.report.comparison import comparison_tables
 from triaccel_ray.service.report.provenance import run_notes
-from triaccel_ray.service.report.readings import readings_grid
+from triaccel_ray.service.report.readings import readings_table
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.trainables.task import Purpose
 
@@ -90,22 +90,22 @@ def test_the_costs_stand_beside_the_scores_and_take_part_in_the_verdict() -> Non
         "triaccel": costs("triaccel", (2.0, 200.0), (2.0, 200.0)),
         "fixed": costs("fixed"),
     }
-    grid = readings_grid("", rows, Goal(), 94.0)
-    assert list(grid.header) == ["method", "s to target", "J to target"]
-    assert [list(row[1:]) for row in grid.rows] == [
+    table = readings_table("", rows, Goal(), 94.0)
+    assert list(table.header) == ["method", "s to target", "J to target"]
+    assert [list(row[1:]) for row in table.rows] == [
         ["not reached", "not reached"],
         ["4 ± 1.4", "100 ± 0"],
         ["reached by 1 of 2", "reached by 1 of 2"],
         ["2 ± 0", "200 ± 0"],
         ["", ""],
     ]
-    assert "target: the first epoch with validation accuracy 94.00 % or better" in grid.note
-    assert grid.note.endswith("the readings disagree: triaccel by s to target, amp by J to target")
+    assert "target: the first epoch with validation accuracy 94.00 % or better" in table.note
+    assert table.note.endswith("the readings disagree: triaccel by s to target, amp by J to target")
     seed = {**rows["amp"].by_seed[0], "joules": 9e3}
     del seed["joules"]
-    partly = readings_grid("", {**rows, "amp": replace(rows["amp"], by_seed={0: seed})}, Goal(), 94.0)
+    partly = readings_table("", {**rows, "amp": replace(rows["amp"], by_seed={0: seed})}, Goal(), 94.0)
     assert list(partly.header) == ["method", "s to target"]  # energy that one run lacks is compared nowhere
-    assert list(readings_grid("", rows, Goal()).header) == ["method"]
+    assert list(readings_table("", rows, Goal()).header) == ["method"]
 
 
 def test_a_comparison_with_a_target_says_what_its_runs_trained_on(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_comparison_with_a_target_says_what_its_runs_trained_on(tmp_path: Path
         is_late = name == "fp32-seed2"  # which never gets there
         epochs = judged(90.0, 90.0 if is_late else last[run.method], target=94.0).epochs
         runs[name] = replace(run_of(name), spec=run, epochs=epochs, end=end)
-    record = Comparison(folder=tmp_path, spec=spec, runs=runs)
+    record = ComparisonRecord(folder=tmp_path, spec=spec, runs=runs)
     main, readings, differences, *_ = comparison_tables(record)
     assert "trained without the validation samples, which judged each epoch" in main.note
     assert "whole run J" in main.header

@@ -10,7 +10,7 @@ from tests.service.records import RUN_SPEC
 from triaccel_ray.records.events import End, Throughput
 from triaccel_ray.records.plan import Fault, FaultKind, Storage
 from triaccel_ray.service.report.figures import draw_run
-from triaccel_ray.service.report.run import batch_grid
+from triaccel_ray.service.report.run import batch_table
 from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.record import RunRecord, read_run
 from triaccel_ray.service.storage.layout import SPEC, write_value
@@ -47,16 +47,16 @@ def run(tmp_path: Path) -> RunRecord:
 
 
 def test_the_table_is_in_order_and_a_star_marks_the_efficient_size(run: RunRecord) -> None:
-    grid = batch_grid(run)
-    assert [list(row)[:4] for row in grid.rows] == [
+    table = batch_table(run)
+    assert [list(row)[:4] for row in table.rows] == [
         ["32", "8.000", "4,000", "40.0"],
         ["128", "16.000", "8,000", "80.0"],
         ["256 *", "26.122", "9,800", "98.0"],
         ["512", "51.200", "10,000", "100.0"],
     ]
-    assert grid.rows[-1][4:] == ["1.000", "2 micro-batches; 2 regions to recompute; 1 region to offload"]
-    assert grid.note == "*: the smallest with 97% of the best samples/s"
-    assert grid.as_dicts()[2]["batch"] == 256
+    assert table.rows[-1][4:] == ["1.000", "2 micro-batches; 2 regions to recompute; 1 region to offload"]
+    assert table.note == "*: the smallest with 97% of the best samples/s"
+    assert table.as_dicts()[2]["batch"] == 256
 
 
 def test_the_report_ends_with_the_command_that_trains_at_that_size(run: RunRecord, tmp_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_a_note_says_why_the_ladder_ends(
     sizes: list[Throughput], maximum: int, found: int, note: str, tmp_path: Path
 ) -> None:
     end = End(status="finished", results={**RESULTS, "batch_size": float(found)})
-    grid = batch_grid(run_with(tmp_path / "sizes", *sizes, end=end, maximum=maximum))
-    assert grid.note == f"*: the smallest with 97% of the best samples/s\n{note}"
-    unfit = [row for row in grid.rows if row[-1] == "does not fit"]
+    table = batch_table(run_with(tmp_path / "sizes", *sizes, end=end, maximum=maximum))
+    assert table.note == f"*: the smallest with 97% of the best samples/s\n{note}"
+    unfit = [row for row in table.rows if row[-1] == "does not fit"]
     assert [row[1:4] for row in unfit] == [["", "", ""]] * sum(each.step_ms is None for each in sizes)
 
 

@@ -35,7 +35,7 @@ from triaccel_ray.service.report.figures import (
     run_figures,
     step_edges,
 )
-from triaccel_ray.service.runs.objective import Figures
+from triaccel_ray.service.runs.objective import Performance
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import SPEC, write_value
 
@@ -185,7 +185,7 @@ def test_a_baseline_that_does_not_look_has_the_same_picture(tmp_path: Path) -> N
     epochs = of_kind(Epoch, events_of(tmp_path))
     steep = [replace(epoch, train_loss=100.0 * 0.01**place, **blind) for place, epoch in enumerate(epochs)]
     figure = overview(steep, [], CONTROL.batch, Goal())
-    assert {"the same from the first step to the last", "not looked at before the end of the run"} <= texts(figure)
+    assert {"the same from the first step to the last", "not evaluated before the end of the run"} <= texts(figure)
     assert len(heights(figure, "Memory")) == 3
     assert axes_titled(figure, "Loss").get_yscale() == "log"
 
@@ -207,7 +207,7 @@ few_values = st.sampled_from([0.0, 1.0, 2.0, 3.0])
 
 @given(pairs=st.lists(st.tuples(few_values, few_values), max_size=12), maximize=st.booleans())
 def test_the_front_is_what_nothing_dominates(pairs: list[tuple[float, float]], maximize: bool) -> None:
-    points = [Figures(metric=metric, seconds=seconds, peak_gb=1.0, score=1.0) for metric, seconds in pairs]
+    points = [Performance(metric=metric, seconds=seconds, peak_gb=1.0, score=1.0) for metric, seconds in pairs]
     sign = 1 if maximize else -1
 
     def dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:

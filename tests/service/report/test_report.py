@@ -16,8 +16,8 @@ from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Applied, Fault, FaultKind
 from triaccel_ray.service.report.provenance import about, run_notes, troubles
 from triaccel_ray.service.report.report import Part, View, with_page
-from triaccel_ray.service.report.run import result_grid, run_grid
-from triaccel_ray.service.report.tables import Grid
+from triaccel_ray.service.report.run import result_table, run_table
+from triaccel_ray.service.report.tables import TextTable
 from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.record import RunRecord, read_run
 from triaccel_ray.service.storage.layout import ERROR, REPORT, SPEC, write_value
@@ -46,8 +46,8 @@ def page_of(folder: Path, *parts: Part, title: str = "a run", details: Sequence[
 def test_a_page_holds_everything_in_order_and_can_be_sent_to_anybody(tmp_path: Path) -> None:
     picture = tmp_path / "it's.png"
     picture.write_bytes(PICTURE)
-    grid = Grid(header=("a", "b"), rows=[("1", "2"), ("3", EVIL)], title="Result", note="of four")
-    page = page_of(tmp_path, "all is well", grid, "", picture, EVIL, title=EVIL, details=["more"])
+    table = TextTable(header=("a", "b"), rows=[("1", "2"), ("3", EVIL)], title="Result", note="of four")
+    page = page_of(tmp_path, "all is well", table, "", picture, EVIL, title=EVIL, details=["more"])
     picture.unlink()
     tags = Tags(page)
     texts = [EVIL, EVIL, "all is well", "Result", "a", "b", "1", "2", "3", EVIL, "of four", EVIL, "more"]
@@ -132,7 +132,7 @@ def test_what_adapting_took_and_shared_gpus_are_told(run: RunRecord) -> None:
 
 def test_a_table_can_be_had_as_numbers() -> None:
     cells = ["amp", "94.2 ± 0.15", "1,234", "47.27 *", "", "inf", "1.5e-07", "-3", "2 of 3", "1_0", "nan"]
-    (row,) = Grid(header=[str(place) for place in range(len(cells))], rows=[cells]).as_dicts()
+    (row,) = TextTable(header=[str(place) for place in range(len(cells))], rows=[cells]).as_dicts()
     inf = float("inf")
     assert list(row.items()) == [
         *(("0", "amp"), ("1", 94.2), ("1 ±", 0.15), ("2", 1234), ("3", 47.27)),
@@ -145,19 +145,19 @@ def test_a_run_has_a_row_an_epoch() -> None:
     run = run_of("run", num_epochs=3)
     blind = replace(run.epochs[0], held_out_metrics={}, score=None)
     more = replace(run.epochs[1], held_out_metrics={"accuracy": 90.0, "top_5": 99.0})
-    grid = run_grid(replace(run, epochs=(blind, more, run.epochs[2])))
-    assert [row[0] for row in grid.rows] == ["1", "2", "3"]
-    assert grid.header[2:4] == ("accuracy %", "top 5")
-    assert [row[2:4] for row in grid.rows] == [["", ""], ["90.00", "99"], ["90.00", ""]]
-    assert grid.rows[0][9] == ""
-    assert {len(row) for row in grid.rows} == {len(grid.header)}
+    table = run_table(replace(run, epochs=(blind, more, run.epochs[2])))
+    assert [row[0] for row in table.rows] == ["1", "2", "3"]
+    assert table.header[2:4] == ("accuracy %", "top 5")
+    assert [row[2:4] for row in table.rows] == [["", ""], ["90.00", "99"], ["90.00", ""]]
+    assert table.rows[0][9] == ""
+    assert {len(row) for row in table.rows} == {len(table.header)}
 
 
 def test_results_have_four_digits() -> None:
     results = {"accuracy": 98.7654, "seconds_per_epoch": 0.123456, "peak_gb": 1.0, "allocated_peak_gb": 0.5}
-    grid = result_grid({**results, "score": 1234.5, "idle_gb": 0.4}, Goal())
-    assert list(grid.rows[0]) == ["98.77", "0.1235", "1", "0.5", "1234"]
-    assert len(grid.header) == 5
-    assert "on a CPU in processor time" in grid.note
-    grid = result_grid({**results, "one_view_accuracy": 98.1}, Goal())
-    assert (grid.header[-1], grid.rows[0][-1]) == ("by one view %", "98.1")
+    table = result_table({**results, "score": 1234.5, "idle_gb": 0.4}, Goal())
+    assert list(table.rows[0]) == ["98.77", "0.1235", "1", "0.5", "1234"]
+    assert len(table.header) == 5
+    assert "on a CPU in processor time" in table.note
+    table = result_table({**results, "one_view_accuracy": 98.1}, Goal())
+    assert (table.header[-1], table.rows[0][-1]) == ("by one view %", "98.1")

@@ -19,7 +19,7 @@ from triaccel_ray.service.report.search import (
     missing_runs,
     outcomes,
     recommendation,
-    search_grid,
+    search_table,
     view_search,
 )
 from triaccel_ray.service.report.view import view_at
@@ -64,19 +64,19 @@ def test_a_search_lists_baselines_then_trials_best_first() -> None:
     stopped = run_of("stopped", accuracy=99.0, num_epochs=1, status="stopped")
     diverged = run_of("diverged", num_epochs=0, status="failed")
     record = search_of(diverged, stopped, *trials, objective=BY_ACCURACY)
-    grid = search_grid(record)
-    assert [row[0] for row in grid.rows] == ["FP32", "AMP", "best", "good", "bad", "stopped", "diverged"]
-    assert {len(row) for row in grid.rows} == {len(grid.header)}
-    assert [row[7] for row in grid.rows[:5]] == ["90.00", "90.00", "92.00", "91.00", "80.00 *"]
-    assert (grid.rows[5][6], grid.rows[6][1]) == ("1 of 30", "failed (non_finite)")
-    assert [list(row[2:6]) for row in grid.rows[1:3]] == [[""] * 4, ["3.00e-07", "2.00e-05", "0.600", "0.850"]]
-    assert "at least 89.00 % (AMP 90.00 %, margin 1 point)" in grid.note
-    assert "stopped: pruned before its last epoch" in grid.note
+    table = search_table(record)
+    assert [row[0] for row in table.rows] == ["FP32", "AMP", "best", "good", "bad", "stopped", "diverged"]
+    assert {len(row) for row in table.rows} == {len(table.header)}
+    assert [row[7] for row in table.rows[:5]] == ["90.00", "90.00", "92.00", "91.00", "80.00 *"]
+    assert (table.rows[5][6], table.rows[6][1]) == ("1 of 30", "failed (non_finite)")
+    assert [list(row[2:6]) for row in table.rows[1:3]] == [[""] * 4, ["3.00e-07", "2.00e-05", "0.600", "0.850"]]
+    assert "at least 89.00 % (AMP 90.00 %, margin 1 point)" in table.note
+    assert "stopped: pruned before its last epoch" in table.note
     assert {each.label: [point.metric for point in each.points] for each in outcomes(record)} == {
         "stopped early (pruned)": [99.0],
         "trial beyond the margin": [80.0],
         "trial": [91.0, 92.0],
-        "beaten by no other trial": [91.0, 92.0],
+        "Pareto front of the trials": [91.0, 92.0],
         "best: best, score 18.4": [92.0],
         "FP32": [90.0],
         "AMP": [90.0],
@@ -87,10 +87,10 @@ def test_thresholds_that_are_searched_besides_have_columns_and_shared_gpus_are_t
     record = search_by_rho(3)
     spec = replace(record.spec, optional=("alpha", "tau_curv", "t_ctrl", "batch_steps"))
     spec = replace(spec, base=replace(RUN_SPEC, trials_per_gpu=2))
-    grid = search_grid(replace(record, spec=spec))
-    assert list(grid.header[6:11]) == ["alpha", "tau_curv", "t_ctrl", "step_up", "step_down"]
-    assert {len(row) for row in grid.rows} == {len(grid.header)}
-    assert "GPUs shared by 2 runs each" in grid.note
+    table = search_table(replace(record, spec=spec))
+    assert list(table.header[6:11]) == ["alpha", "tau_curv", "t_ctrl", "step_up", "step_down"]
+    assert {len(row) for row in table.rows} == {len(table.header)}
+    assert "GPUs shared by 2 runs each" in table.note
 
 
 def test_a_best_trial_above_the_baselines_is_recommended() -> None:
@@ -106,9 +106,9 @@ def test_trials_on_several_gpus_are_not_compared_with_baselines_on_one_unnoticed
     record = search(91.0, objective=objective)
     record = replace(record, spec=replace(record.spec, base=replace(RUN_SPEC, gpus="2")))
     unlike = "trials train on 2 ranks, baselines on one: compare accuracy, not times and scores"
-    assert unlike in search_grid(record).note
+    assert unlike in search_table(record).note
     assert (f". But {unlike}." in recommendation(record)[0]) is warns
-    assert "ranks" not in search_grid(search(91.0, objective=objective)).note
+    assert "ranks" not in search_table(search(91.0, objective=objective)).note
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_the_best_repeat_counts_in_place_of_the_run() -> None:
     sentence, command = recommendation(repeated)
     assert "has score 9.1, AMP score 36, " in sentence
     assert command == f"triaccel run --from {amp.folder.absolute()}"
-    grid = search_grid(repeated)
-    assert [row[0] for row in grid.rows][:2] == ["AMP again", "trial-000 again"]
-    assert "again: the best of 3 more runs, which replaces the first run" in grid.note
+    table = search_table(repeated)
+    assert [row[0] for row in table.rows][:2] == ["AMP again", "trial-000 again"]
+    assert "again: the best of 3 more runs, which replaces the first run" in table.note
     faster = replace(record, repeats={"amp": [changed(amp, seconds=20.0)], "trial-000": [changed(trial, seconds=5.0)]})
     assert "has score 36.4, AMP score 9, FP32 score 18." in recommendation(faster)[0]
     ring = next(each for each in outcomes(faster) if each.label == "best: trial-000, score 36.4")
@@ -229,7 +229,7 @@ def test_what_decides_is_found_important_among_trials_at_the_same_epoch() -> Non
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A search with its page; one trial is damaged."""
-    folder = simulated_search(tmp_path_factory.mktemp("a") / "hunt", 32, has_pictures=True)
+    folder = simulated_search(tmp_path_factory.mktemp("a") / "hunt", 32)
     (folder / "trials" / "trial31" / "events.jsonl").write_text("no event\n")
     (folder / "trials" / "trial00").rename(folder / "trials" / "trial-000")
     return folder
@@ -245,7 +245,7 @@ def test_a_page_has_table_picture_and_what_is_missing(folder: Path, capsys: pyte
     for shown in (said, text):
         assert "trial-002 is missing: it was asked for and has not begun" in shown
         assert "trial31 is left out: event log" in shown
-    assert search_grid(record).rows[-1][:2] == ["trial31", "damaged"]
+    assert search_table(record).rows[-1][:2] == ["trial31", "damaged"]
     assert view.rows[0]["behind AMP"] is False
     tags = Tags(text)
     assert {"tau_low", "rho_high"} <= set(tags.texts)

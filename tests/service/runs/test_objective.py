@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from tests.service.records import run_of
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.runs.objective import Figures, Objective, ObjectiveName, grace_epochs
+from triaccel_ray.service.runs.objective import Objective, ObjectiveName, Performance, grace_epochs
 
 PERCENT = st.floats(0.0, 100.0)
 FIGURES = st.builds(
-    Figures, metric=PERCENT, seconds=st.floats(1e-4, 1e6), peak_gb=st.floats(1e-3, 1e3), score=st.floats(0.0, 1e6)
+    Performance, metric=PERCENT, seconds=st.floats(1e-4, 1e6), peak_gb=st.floats(1e-3, 1e3), score=st.floats(0.0, 1e6)
 )
 OBJECTIVE = st.builds(
     Objective,
@@ -23,8 +23,8 @@ OBJECTIVE = st.builds(
 LITTLE = Goal(name="bits_per_byte", maximize=False, unit="")
 
 
-def figures(**changes: float) -> Figures:
-    return Figures(**{"metric": 90.0, "seconds": 4.0, "peak_gb": 0.5, "score": 45.0, **changes})
+def performance(**changes: float) -> Performance:
+    return Performance(**{"metric": 90.0, "seconds": 4.0, "peak_gb": 0.5, "score": 45.0, **changes})
 
 
 @pytest.mark.parametrize(("num_epochs", "grace"), [(1, 1), (2, 2), (5, 2), (20, 10)])
@@ -35,9 +35,9 @@ def test_no_trial_is_stopped_before_half_of_its_epochs(num_epochs: int, grace: i
 def test_an_accuracy_is_hopeless_beyond_a_second_margin() -> None:
     for margin, enough, hopeless in ((1.0, 88.0, 87.9), (2.0, 86.0, 85.9)):
         objective = Objective(margin=margin, reference=(90.0,))
-        assert not objective.is_hopeless(1, figures(metric=enough))
-        assert objective.is_hopeless(1, figures(metric=hopeless))
-        assert not replace(objective, name="pareto").is_hopeless(1, figures(metric=hopeless))
+        assert not objective.is_hopeless(1, performance(metric=enough))
+        assert objective.is_hopeless(1, performance(metric=hopeless))
+        assert not replace(objective, name="pareto").is_hopeless(1, performance(metric=hopeless))
 
 
 def test_the_condition_is_the_amp_baselines_accuracy_after_each_epoch() -> None:
@@ -48,7 +48,7 @@ def test_the_condition_is_the_amp_baselines_accuracy_after_each_epoch() -> None:
 
 @given(objective=OBJECTIVE, epoch=st.integers(1, 9), one=FIGURES, other=FIGURES)
 def test_the_infeasible_is_below_the_feasible_and_ordered_by_what_it_lacks(
-    objective: Objective, epoch: int, one: Figures, other: Figures
+    objective: Objective, epoch: int, one: Performance, other: Performance
 ) -> None:
     low, high = sorted((one, other), key=lambda each: each.metric)
     lacks = [objective.shortfall(epoch, each.metric) for each in (low, high)]
@@ -71,8 +71,8 @@ def test_the_infeasible_is_below_the_feasible_and_ordered_by_what_it_lacks(
 )
 def test_each_name_maximises_its_figure(name: Any, value: float, better: dict[str, float]) -> None:
     for objective in (Objective(name=name), Objective(name=name, reference=(90.0,))):
-        assert objective.value(1, figures()) == value
-        assert objective.value(1, figures(**better)) > value
+        assert objective.value(1, performance()) == value
+        assert objective.value(1, performance(**better)) > value
 
 
 def test_the_baseline_less_the_margin_is_met_at_the_same_epoch() -> None:
@@ -85,7 +85,7 @@ def test_of_what_is_minimised_a_point_is_a_percent_of_what_amp_has() -> None:
     objective = Objective(name="metric", margin=2.0, reference=(3.0, 2.0), goal=LITTLE)
     assert objective.shortfall(2, 2.04) == pytest.approx(0.0, abs=1e-9)
     assert objective.shortfall(2, 2.1) == pytest.approx(3.0)
-    assert objective.value(2, figures(metric=1.9)) > objective.value(2, figures(metric=2.0))
+    assert objective.value(2, performance(metric=1.9)) > objective.value(2, performance(metric=2.0))
     assert (objective.limit, objective.limit_text) == (pytest.approx(2.04), "at most 2.04 bits per byte")
     assert objective.margin_text == "2 percent"
 

@@ -9,8 +9,8 @@ from tests.service.build import CONTROL, SimulatedRun
 from tests.service.records import RUN_SPEC
 from triaccel_ray.records.events import LogError
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.runs.objective import Figures
-from triaccel_ray.service.runs.record import figures_of, read_run
+from triaccel_ray.service.runs.objective import Performance
+from triaccel_ray.service.runs.record import performance_of, read_run
 from triaccel_ray.service.storage.layout import EVENTS, SPEC, write_value
 
 
@@ -36,9 +36,9 @@ def test_figures_are_those_after_an_epoch_and_at_the_end_what_the_run_ended_with
     run = read_run(simulated(tmp_path).complete(epochs=2))
     last = replace(run.epochs[-1], typical_seconds=5.0)
     peak_gb = last.peak_bytes / 1e9
-    expected = Figures(metric=91.5, seconds=5.0, peak_gb=peak_gb, score=91.5 / (5.0 * peak_gb))
-    assert astuple(replace(run, epochs=(last,)).figures) == pytest.approx(astuple(expected))
-    early, before = figures_of(run.epochs[0], Goal()), run.epochs[0]
+    expected = Performance(metric=91.5, seconds=5.0, peak_gb=peak_gb, score=91.5 / (5.0 * peak_gb))
+    assert astuple(replace(run, epochs=(last,)).performance) == pytest.approx(astuple(expected))
+    early, before = performance_of(run.epochs[0], Goal()), run.epochs[0]
     assert (early.metric, early.seconds) == (before.held_out(Goal()), before.seconds)
 
 
@@ -46,13 +46,13 @@ def test_figures_are_those_after_an_epoch_and_at_the_end_what_the_run_ended_with
 def test_a_run_under_way_has_figures_once_it_was_judged(tmp_path: Path, is_final: bool) -> None:
     run = simulated(tmp_path)
     run.start()
-    assert read_run(tmp_path).figures is None
+    assert read_run(tmp_path).performance is None
     unjudged = {"held_out_metrics": {}, "held_out_loss": None, "score": None} if is_final else {}
     run.append(run.make_tick(), replace(run.make_epoch(), **unjudged))
     read = read_run(tmp_path)
     assert read.status == "unfinished"
-    assert (read.figures is None) == is_final
-    assert is_final or read.figures.metric == read.epochs[-1].held_out(Goal())  # type: ignore[union-attr]
+    assert (read.performance is None) == is_final
+    assert is_final or read.performance.metric == read.epochs[-1].held_out(Goal())  # type: ignore[union-attr]
     for status, cause, told in (("stopped", "", "stopped"), ("failed", "out_of_memory", "failed (out_of_memory)")):
         run.end(status, cause)
         assert read_run(tmp_path).status == told

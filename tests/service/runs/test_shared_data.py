@@ -80,7 +80,7 @@ class Unpicklable(TensorSource):
     [
         (lambda: DatasetSource(torch.utils.data.TensorDataset(*blobs(4))), "train is a DatasetSource"),
         (lambda: TensorSource(torch.zeros(4, 2, device="meta"), torch.zeros(4)), "on meta: only dense ones on the CPU"),
-        (Unpicklable, "something in it cannot travel"),
+        (Unpicklable, "something in it cannot be pickled"),
     ],
 )
 def test_what_cannot_be_shared_says_why(make: Callable[[], Any], needle: str) -> None:

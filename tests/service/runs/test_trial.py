@@ -23,11 +23,11 @@ from triaccel_ray.records.events import End
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.search_spaces.thresholds import calibration, thresholds
-from triaccel_ray.service.runs import saving
+from triaccel_ray.service.runs import checkpointing
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import end_run, read_run
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.runs.trial import FAILED_OBJECTIVE, NAME, RunContext, RunTrial, reopen
+from triaccel_ray.service.runs.trial import FAILED_OBJECTIVE, NAME_KEY, RunTrial, TrialContext, reopen
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, SPEC
 from triaccel_ray.service.storage.storage_path import StoragePath
@@ -37,18 +37,18 @@ LARGE_BYTES = 100 * 2**20
 """Of the samples of `Large`."""
 
 
-def context_of(task: str, folder: Path, **settings: Any) -> RunContext:
+def context_of(task: str, folder: Path, **settings: Any) -> TrialContext:
     base, measured = own_spec(task, **settings), calibration({"0": [1e-6, 1e-4]})
 
     def spec_of(config: Mapping[str, Any]) -> RunSpec:
         return replace(base, control=thresholds(config, base.control, measured))
 
-    return RunContext(place=StoragePath(str(folder)), spec_of=spec_of, objective=Objective(name="metric"))
+    return TrialContext(place=StoragePath(str(folder)), spec_of=spec_of, objective=Objective(name="metric"))
 
 
-def take(context: RunContext, name: str, *, epochs: int, **config: Any) -> list[dict[str, Any]]:
+def take(context: TrialContext, name: str, *, epochs: int, **config: Any) -> list[dict[str, Any]]:
     """Results of a trial's first steps, after which its process lets go of it."""
-    trial = local_trial(context, {NAME: name, **config})
+    trial = local_trial(context, {NAME_KEY: name, **config})
     try:
         return [trial.step() for _ in range(epochs)]
     finally:
@@ -126,11 +126,11 @@ def test_a_process_that_is_used_again_begins_each_run_alike_and_gives_its_memory
     module: str, tmp_path: Path
 ) -> None:
     process, held, left = psutil.Process(), [], []
-    trial, losses = local_trial(context_of(f"{module}:Large", tmp_path), {NAME: "trial-0"}), []
+    trial, losses = local_trial(context_of(f"{module}:Large", tmp_path), {NAME_KEY: "trial-0"}), []
     for number in range(5):
         trial.step()
         held.append(process.memory_info().rss)
-        trial.reset_config({NAME: f"trial-{number + 1}"})
+        trial.reset_config({NAME_KEY: f"trial-{number + 1}"})
         left.append(process.memory_info().rss)
         losses.append(read_run(tmp_path / f"trial-{number}").epochs[0].train_loss)
     trial.cleanup()
@@ -241,7 +241,7 @@ def test_a_bug_is_on_record_and_not_tried_again_before_the_search_is_resumed(
 
 def test_a_trial_with_which_another_process_goes_on_ends_and_writes_nothing(module: str, tmp_path: Path) -> None:
     context, folder = context_of(f"{module}:Blobs", tmp_path), tmp_path / "mine"
-    given_up, successor = (local_trial(context, {NAME: "mine"}) for _ in range(2))
+    given_up, successor = (local_trial(context, {NAME_KEY: "mine"}) for _ in range(2))
     given_up.step()
     results = [successor.step() for _ in range(2)]
     before = files(folder)
@@ -254,7 +254,7 @@ def test_a_trial_with_which_another_process_goes_on_ends_and_writes_nothing(modu
     successor.cleanup()
     assert [result["epoch"] for result in results] == [1, 2, 3]
     assert summary(folder) == ("finished", [1, 2, 3], [("preempted", 1)])
-    other = local_trial(context, {NAME: "other"})
+    other = local_trial(context, {NAME_KEY: "other"})
     other.step()
     end_run(tmp_path / "other", None, End(status="failed", cause="preempted"))  # by somebody who gave it up for lost
     before = files(tmp_path / "other")
@@ -295,7 +295,7 @@ def test_checkpoints_take_a_twentieth_of_the_time_but_for_the_last(
         now[0] += 10.0
 
     monkeypatch.setattr(Worker, "checkpoint", save_slowly)
-    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(checkpointing, "time", SimpleNamespace(monotonic=lambda: now[0]))
     for _ in range(5):
         trial.step()
         now[0] += between

@@ -45,7 +45,7 @@ def test_a_final_run_reads_the_held_out_samples_once_at_its_end(
         assert record.held_out(Goal()) is record.held_out_loss is record.score is None
     assert worker.finished
     assert reads == []
-    assert worker.figures is None
+    assert worker.performance is None
     results = worker.finish()
     assert sorted(reads) == [("final", index) for index in range(50)]
     assert last_of(tmp_path) == End(status="finished", results=results)
@@ -75,11 +75,11 @@ def test_a_search_run_is_judged_after_every_epoch(start: Begin, module: str) -> 
         reads = sys.modules[module].READS
         assert len(reads) == 50 * epoch
         assert set(reads) == {("search", index) for index in range(50)}
-        figures = worker.figures
-        assert (figures.metric, figures.score) == (record.held_out(Goal()), record.score)
+        performance = worker.performance
+        assert (performance.metric, performance.score) == (record.held_out(Goal()), record.score)
     results = worker.finish()
     assert len(reads) == 150  # the last epoch's judgement is the run's
-    assert (results["accuracy"], results["score"]) == pytest.approx((figures.metric, figures.score))
+    assert (results["accuracy"], results["score"]) == pytest.approx((performance.metric, performance.score))
 
 
 def test_on_a_cpu_time_that_others_have_the_core_does_not_count(start: Begin, monkeypatch: pytest.MonkeyPatch) -> None:

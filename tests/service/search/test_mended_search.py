@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.desk import Desk
+from tests.service.mlflow_server import Recorded, runs
 from tests.service.own_task import write_module
-from tests.service.stores import Recorded, runs
+from tests.service.terminal import Terminal
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import best_trial, read_search
 from triaccel_ray.service.storage.layout import ERROR, EVENTS, REPEATS
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 
 MENDED = """
 import contextlib
@@ -49,9 +49,9 @@ def logs(folder: Path) -> dict[Path, bytes]:
 
 
 def test_a_task_is_mended_and_resume_trains_the_trial_that_it_had_ended_alone(
-    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    texts, folder = tmp_path / "texts", desk.storage / "mending"
+    texts, folder = tmp_path / "texts", terminal.storage / "mending"
     tracker = Tracker(f"sqlite:///{tmp_path / 'own.db'}", tmp_path / "artifacts")
     module = write_module(tmp_path, monkeypatch, MENDED + MISTAKEN.format(trials=folder / "trials"))
     texts.mkdir()
@@ -60,7 +60,7 @@ def test_a_task_is_mended_and_resume_trains_the_trial_that_it_had_ended_alone(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = ("--trials", "2", "--epochs", "2", "--objective", "pareto", "--margin", "100", "--device", "cpu")
     words += ("--name", "mending", "--experiment", "own", "--tracking-uri", tracker.uri)
-    assert desk.type("search", f"{module}:Text", *words, "--data-dir", str(texts)) == 1
+    assert terminal.type("search", f"{module}:Text", *words, "--data-dir", str(texts)) == 1
     trials = {trial.name: trial for trial in read_search(folder).trials}
     (broken,) = [name for name, trial in trials.items() if trial.status != "finished"]
     assert len(trials) == 2
@@ -72,7 +72,7 @@ def test_a_task_is_mended_and_resume_trains_the_trial_that_it_had_ended_alone(
     assert set(first) == {"mending", "fp32 of mending", "amp of mending", "probe", *trials}
 
     write_module(tmp_path, monkeypatch, MENDED)
-    assert desk.type("resume", "mending") == 0
+    assert terminal.type("resume", "mending") == 0
     after = logs(folder)
     assert after.keys() == before.keys()
     assert {path for path in after if after[path] != before[path]} == {folder / "trials" / broken / EVENTS}
@@ -93,8 +93,8 @@ def test_a_task_is_mended_and_resume_trains_the_trial_that_it_had_ended_alone(
     assert "bits per byte" in said
     assert "bits per byte" in (folder / "report.html").read_text()
     best = best_trial(record)
-    figures = best.figures
-    assert figures.score == pytest.approx(100 / figures.metric / (figures.seconds * figures.peak_gb))
+    performance = best.performance
+    assert performance.score == pytest.approx(100 / performance.metric / (performance.seconds * performance.peak_gb))
     assert best.start.goal.name == record.objective.goal.name == "bits_per_byte"
     keys = last[best.name].keys
     assert {"val/bits_per_byte", "val/perplexity", "val/loss", "final/bits_per_byte", "final/perplexity"} <= keys

@@ -7,7 +7,7 @@ import pytest
 from tests.service.records import run_of
 from triaccel_ray.config import BatchConfig
 from triaccel_ray.records.events import End
-from triaccel_ray.service.runs.runs import cpus_of_a_run
+from triaccel_ray.service.runs.launch import cpus_of_a_run
 from triaccel_ray.service.search.search import MIN_HEADROOM_BYTES, _headroom_bytes
 
 

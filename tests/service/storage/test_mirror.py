@@ -68,7 +68,7 @@ def test_a_command_that_cannot_reach_the_store_at_its_end_says_so(
     machines: Machines, caplog: pytest.LogCaptureFixture
 ) -> None:
     words = f"triaccel resume run --storage-path {machines.place.storage}"
-    said = f"`{words}` typed here brings it there once the store answers"
+    said = f"`{words}` typed here uploads it once the store answers"
     away = machines.unreachable()
     with pytest.raises(StoreError, match=re.escape(said)), mirrored(machines.place, patience_s=0.3):
         away.__enter__()
@@ -81,13 +81,13 @@ def test_a_command_that_cannot_reach_the_store_at_its_end_says_so(
 
 def test_what_a_command_that_fails_has_written_is_brought_though_its_exchange_hangs(machines: Machines) -> None:
     machines.monkeypatch.setattr(mirror, "INTERVAL_S", 3600.0)
-    end = mirror.Background.stop
+    end = mirror.RetryingThread.stop
 
-    def hang(following: mirror.Background, patience_s: float) -> None:
+    def hang(following: mirror.RetryingThread, patience_s: float) -> None:
         end(following, patience_s)
         raise StoreError("the store has not answered")
 
-    machines.monkeypatch.setattr(mirror.Background, "stop", hang)
+    machines.monkeypatch.setattr(mirror.RetryingThread, "stop", hang)
     with suppress(KeyboardInterrupt), mirrored(machines.place):
         write(machines.place.folder, {"search.json": "{}"})
         raise KeyboardInterrupt

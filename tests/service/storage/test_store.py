@@ -11,8 +11,8 @@ from tests.service.storage.conftest import Machines
 from tests.service.waiting import wait_until
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import DiskFullError, StoreError
-from triaccel_ray.service.storage.background import Background, retry
 from triaccel_ray.service.storage.mirror import pull_run
+from triaccel_ray.service.storage.retrying import RetryingThread, retry
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp, Store
 
@@ -81,7 +81,7 @@ def test_a_store_that_returns_in_time_was_never_away(machines: Machines) -> None
 def test_work_in_the_background_is_done_once_the_store_is_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("triaccel_ray.service.storage.background.RETRY_S", 0.05)
+    monkeypatch.setattr("triaccel_ray.service.storage.retrying.RETRY_S", 0.05)
     errors: list[Exception | None] = [StoreError("storage path = 'x': out of reach")]
     done = threading.Event()
 
@@ -90,14 +90,14 @@ def test_work_in_the_background_is_done_once_the_store_is_back(
             raise errors[0]
         done.set()
 
-    background = Background(work, "a run")
+    background = RetryingThread(work, "a run")
     background.request()
     wait_until(lambda: caplog.records)
     errors[0] = None
     done.wait()
     wait_until(lambda: len(caplog.records) == 2)
     assert [record.getMessage() for record in caplog.records] == [
-        "a run: storage path = 'x': out of reach. Work goes on, and is brought there later",
+        "a run: storage path = 'x': out of reach. Training continues, and files are uploaded later",
         "a run: the store has everything again",
     ]
     errors[0] = TakenOverError("another process goes on")
@@ -107,11 +107,11 @@ def test_work_in_the_background_is_done_once_the_store_is_back(
         background.request()
     assert len(caplog.records) == 2
     errors[0] = RuntimeError("nobody foresaw it")
-    Background(work, "a search", interval_s=0.0)
+    RetryingThread(work, "a search", interval_s=0.0)
     wait_until(lambda: len(caplog.records) == 3)
-    assert caplog.records[-1].getMessage() == "a search: nothing more is brought to the store meanwhile"
+    assert caplog.records[-1].getMessage() == "a search: nothing more is uploaded in the background"
     hold = threading.Event()
-    slow = Background(hold.wait, "another run", interval_s=0.0)
+    slow = RetryingThread(hold.wait, "another run", interval_s=0.0)
     with pytest.raises(StoreError, match="another run: the store has not answered for 0 s"):
         slow.stop(0.1)
     hold.set()

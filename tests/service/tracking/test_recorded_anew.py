@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.service.build import SimulatedRun
-from tests.service.stores import assert_equals_log, history, only_run, ship
+from tests.service.mlflow_server import assert_equals_log, history, only_run, ship
 from triaccel_ray.records.events import read_events
 from triaccel_ray.service.tracking.shipper import Shipper
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 
 
 @pytest.mark.parametrize(("in_one_process", "seen_between"), [(True, False), (False, True)])

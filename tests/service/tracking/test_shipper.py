@@ -13,14 +13,14 @@ import pytest
 from filelock import FileLock
 
 from tests.service.build import SimulatedRun
+from tests.service.mlflow_server import Server, assert_equals_log, history, only_run, runs, ship
 from tests.service.records import RUN_SPEC
-from tests.service.stores import Server, assert_equals_log, history, only_run, runs, ship
 from tests.service.waiting import DEADLINE_S
 from triaccel_ray.records.events import End, EventLog, read_events
 from triaccel_ray.service.storage.layout import SPEC, write_value
 from triaccel_ray.service.tracking import shipment
-from triaccel_ray.service.tracking.shipper import Parent, Shipper
-from triaccel_ray.service.tracking.tracking import RUN_KEY_TAG, Tracker
+from triaccel_ray.service.tracking.shipper import ParentRun, Shipper
+from triaccel_ray.service.tracking.tracker import RUN_KEY_TAG, Tracker
 
 TICKS_PER_EPOCH = 4
 
@@ -121,7 +121,7 @@ def test_nothing_arrives_twice(tracker: Tracker, root: Path, experiment: str) ->
 
 
 def test_trials_are_children_of_their_search(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
-    parent = Parent(tags={"task": "digits"})
+    parent = ParentRun(tags={"task": "digits"})
     trials = [SimulatedRun(root / f"trial-{index}") for index in range(2)]
     root.mkdir(exist_ok=True)
     ship(sqlite_tracker, root, experiment, parent)
@@ -222,7 +222,7 @@ def test_a_folder_that_another_driver_ships_waits(
 
 def test_two_drivers_at_once_make_one_run(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
     SimulatedRun(root / "trial").complete(epochs=3)
-    shippers = [Shipper(sqlite_tracker, root, experiment=experiment, parent=Parent()) for _ in range(3)]
+    shippers = [Shipper(sqlite_tracker, root, experiment=experiment, parent=ParentRun()) for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(Shipper.ship_once, shippers))
     assert [shipper.last_error for shipper in shippers] == [None, None, None]

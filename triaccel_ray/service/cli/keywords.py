@@ -1,4 +1,4 @@
-"""Options as keywords of Python functions and as entries of a file; the dataclasses in `specs` declare them."""
+"""Options as keywords of Python functions and as entries of a file; the dataclasses in `arguments` declare them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Final, TypeVar, get_args, get_type_hints
 
 from triaccel_ray.config import require
 from triaccel_ray.records.codec import decode
+from triaccel_ray.service.cli.arguments import word_of
 from triaccel_ray.service.cli.options import is_group
-from triaccel_ray.service.cli.specs import word_of
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.registry import name_of, suggestion
 

@@ -7,8 +7,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from triaccel_ray.service.cli.arguments import Resume, TrainingCommand, Ui
 from triaccel_ray.service.cli.parsing import check, parse
-from triaccel_ray.service.cli.specs import Resume, Trains, Ui
 from triaccel_ray.service.credentials import without_passwords
 from triaccel_ray.service.signals import exiting_on_interrupt
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with exiting_on_interrupt():
             command = parse(arguments)
             check(command)
-            if isinstance(command, Trains | Resume | Ui):  # before the imports, which take seconds
+            if isinstance(command, TrainingCommand | Resume | Ui):  # before the imports, which take seconds
                 sys.stderr.write("loading PyTorch, Ray and MLflow ...\n")
                 sys.stderr.flush()
             from triaccel_ray.service.cli.execute import execute

@@ -90,27 +90,27 @@ class CompareOptions:
 
 
 @options(_TRAINING)
-class Training:
+class TrainingOptions:
     """Training recipe, data, memory and execution. Defaults come from the task."""
 
 
 @options(_THRESHOLDS)
-class Thresholds:
+class ThresholdOptions:
     """Thresholds and intervals of the control loop. Defaults come from the task."""
 
 
 @options(each for each in _THRESHOLDS if each.name not in SEARCHED)
-class SearchThresholds:
+class SearchThresholdOptions:
     """Settings that the search keeps fixed. Defaults come from the task."""
 
 
 @options(RUN_SETTINGS[name] for name in ("precision", "fp8", "allow_slow_precisions", "accumulate", "clip_norm"))
-class StepSettings:
+class StepOptions:
     """Settings of a step that nothing adapts. Defaults come from the task."""
 
 
 @options(each for each in _THRESHOLDS if each.name not in _IN_THE_LOG)
-class ReplayThresholds:
+class ReplayThresholdOptions:
     """Thresholds for the replay. Defaults come from the run."""
 
 
@@ -127,7 +127,7 @@ TRACKING_HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Where:
+class Locations:
     """Storage path, tracking store and Ray cluster."""
 
     storage_path: Annotated[StoragePath, _PLACE, tyro.conf.arg(help=STORAGE_HELP)] = DEFAULT_STORAGE

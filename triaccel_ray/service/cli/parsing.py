@@ -12,10 +12,19 @@ from typing import Annotated, Any, Union, get_args, get_type_hints
 import tyro
 
 from triaccel_ray.config import require
+from triaccel_ray.service.cli.arguments import (
+    Command,
+    Compare,
+    Replay,
+    Run,
+    Search,
+    TrainingCommand,
+    TuneBatch,
+    word_of,
+)
 from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.options import is_group
 from triaccel_ray.service.cli.settings import given
-from triaccel_ray.service.cli.specs import Command, Compare, Replay, Run, Search, Trains, TuneBatch, word_of
 from triaccel_ray.service.credentials import without_passwords
 from triaccel_ray.trainables.registry import require_name, suggestion
 
@@ -58,7 +67,7 @@ def parse(arguments: Sequence[str] | None) -> Command:
     if masked != words:
         _parse(Command, masked)  # reports invalid words here, without passwords in them
     parsed = _parse(Command, words)
-    if isinstance(parsed, Trains) and parsed.config is not None:  # what is typed overrides what is in the file
+    if isinstance(parsed, TrainingCommand) and parsed.config is not None:  # what is typed overrides what is in the file
         return _parse(type(parsed), words[1:], default=command_of(type(parsed), None, {"config": parsed.config}))
     return parsed
 
@@ -102,7 +111,7 @@ def _only(kind: Any, names: Sequence[str]) -> Any:
 
 def check(command: Any) -> None:
     """Checks all that can be checked without importing PyTorch; raises a ValueError that names the option."""
-    if not isinstance(command, Trains):
+    if not isinstance(command, TrainingCommand):
         return
     named = [name for name in (command.task, command.from_) if name is not None]
     word = word_of(type(command))

@@ -9,8 +9,8 @@ from triaccel_ray.service.cli.options import (
     CompareOptions,
     RunOptions,
     SearchOptions,
-    Thresholds,
-    Training,
+    ThresholdOptions,
+    TrainingOptions,
     TuneBatchOptions,
 )
 from triaccel_ray.service.cli.settings import Setting
@@ -29,8 +29,8 @@ TITLES = {
     SearchOptions: "`triaccel search`",
     CompareOptions: "`triaccel compare`",
     TuneBatchOptions: "`triaccel tune-batch`",
-    Training: "How to train: `run`, `search`, `compare`, `tune-batch`",
-    Thresholds: "The control loop: `run`, `search`, `compare`, `replay`",
+    TrainingOptions: "How to train: `run`, `search`, `compare`, `tune-batch`",
+    ThresholdOptions: "The control loop: `run`, `search`, `compare`, `replay`",
 }
 
 

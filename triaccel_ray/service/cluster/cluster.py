@@ -105,8 +105,9 @@ def _connect(address: str | None, num_cpus: int | None) -> None:
         if address is not None:
             raise _unavailable(address, first_line(error)) from error
         raise ClusterUnavailableError(
-            f"Ray cannot start on this machine ({first_line(error)}): see that memory and room in {gettempdir()} are "
-            "left and that RAY_TMPDIR, if set, is a folder of yours, or name a running cluster with --address"
+            f"Ray cannot start on this machine ({first_line(error)}): check that memory and disk space in "
+            f"{gettempdir()} are left and that RAY_TMPDIR, if set, is your own folder, or name a running cluster with "
+            "--address"
         ) from error
 
 
@@ -177,7 +178,7 @@ def gpu_fraction(num_sharing: int) -> float:
 def gpus_of_a_run(spec: RunSpec, address: str | None) -> float:
     """Returns the number of GPUs that each run requests from Ray: one, a fraction of one, or none.
 
-    `--device cuda` requests a GPU even if no machine of the cluster has one: Ray lets the runs wait until such a
+    `--device cuda` requests a GPU even if no machine of the cluster has one. Ray then lets the runs wait until such a
     machine joins, and reports them to an autoscaler. `auto` decides by the GPUs present now, for all runs.
     """
     if spec.device == "cpu":
@@ -251,7 +252,7 @@ def reason_unreachable(address: str) -> str:
             channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")(b"", timeout=CONNECT_TIMEOUT_S)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNAUTHENTICATED:  # the answer of a cluster that requires a token
-                return "what listens there is no Ray"
+                return "what listens there is not Ray"
     return ""
 
 

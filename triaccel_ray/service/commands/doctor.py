@@ -20,10 +20,10 @@ import ray
 import torch
 
 from triaccel_ray.cuda.out_of_memory import first_line
-from triaccel_ray.service.cli.options import Where
+from triaccel_ray.service.cli.options import Locations
 from triaccel_ray.service.cluster.cluster import cluster, environment_variables
 from triaccel_ray.service.console import out
-from triaccel_ray.service.session import tracker_of
+from triaccel_ray.service.locations import tracker_of
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Store
 
@@ -35,7 +35,7 @@ Finding: TypeAlias = tuple[Verdict, str]
 _STYLES: Mapping[Verdict, str] = {"ok": "green", "note": "yellow", "problem": "red"}
 
 
-def show_findings(where: Where) -> int:
+def show_findings(where: Locations) -> int:
     """Prints the findings as they come, and returns the exit status: 1 if one is a problem."""
     status = 0
     for subject, verdict, text in examine(where):
@@ -46,7 +46,7 @@ def show_findings(where: Where) -> int:
     return status
 
 
-def examine(where: Where) -> Iterator[tuple[str, Verdict, str]]:
+def examine(where: Locations) -> Iterator[tuple[str, Verdict, str]]:
     """Yields subject, verdict and finding of each check; an exception becomes a finding."""
     storage = where.storage_path
     checks: dict[str, Callable[[], Finding]] = {
@@ -108,7 +108,7 @@ def _ray(address: str | None) -> Finding:
         return "ok", f"{ray.__version__}, {resources.get('CPU', 0):.0f} CPUs, {resources.get('GPU', 0):.0f} GPUs"
 
 
-def _tracking(where: Where) -> Finding:
+def _tracking(where: Locations) -> Finding:
     tracker = tracker_of(where)
     tracker.check()
     return "ok", tracker.uri

@@ -6,17 +6,17 @@ import contextlib
 import shlex
 from collections.abc import Iterator
 
-from triaccel_ray.service.cli.options import Where
+from triaccel_ray.service.cli.options import Locations
 from triaccel_ray.service.cluster.head_watch import HeadLostError
 from triaccel_ray.service.console import err, out
 from triaccel_ray.service.credentials import display_address
+from triaccel_ray.service.locations import tracking_uri_of
 from triaccel_ray.service.runs.record import RunRecord
-from triaccel_ray.service.session import tracking_uri_of
 from triaccel_ray.service.storage.layout import MODEL, SPEC, is_set_of_runs
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 
-def command_to_resume(place: StoragePath, where: Where) -> str:
+def command_to_resume(place: StoragePath, where: Locations) -> str:
     """Returns the command that resumes what is at `place`."""
     is_in_storage = place.uri is not None or StoragePath(place.storage).folder == where.storage_path.folder
     name = place.name if is_in_storage else str(place.folder)
@@ -44,7 +44,7 @@ def resumable(resume_command: str, place: StoragePath) -> Iterator[None]:
             text = f"stopped; to go on from the last checkpoint:\n{resume_command}"
         raise KeyboardInterrupt(text) from None
     except HeadLostError as error:
-        raise HeadLostError(f"{error}; once it is there again:\n{resume_command}") from error
+        raise HeadLostError(f"{error}; once it answers again:\n{resume_command}") from error
 
 
 def print_outcome(run: RunRecord) -> None:
@@ -70,7 +70,7 @@ def print_model(run: RunRecord, place: StoragePath) -> None:
     out.print(f"model:    {place}/{MODEL} ({origin})", soft_wrap=True)
 
 
-def print_next_steps(place: StoragePath, where: Where) -> None:
+def print_next_steps(place: StoragePath, where: Locations) -> None:
     """Prints where results are kept, and the commands that show them."""
     storage = _storage_option(where)
     copy = "" if place.uri is None else f" (working copy: {place.folder})"
@@ -80,9 +80,9 @@ def print_next_steps(place: StoragePath, where: Where) -> None:
     out.print(f"next:     {report}\n          {ui}", soft_wrap=True)
 
 
-def _storage_option(where: Where) -> tuple[str, ...]:
-    return () if where.storage_path == Where().storage_path else ("--storage-path", where.storage_path.storage)
+def _storage_option(where: Locations) -> tuple[str, ...]:
+    return () if where.storage_path == Locations().storage_path else ("--storage-path", where.storage_path.storage)
 
 
-def _tracking_option(where: Where) -> tuple[str, ...]:
+def _tracking_option(where: Locations) -> tuple[str, ...]:
     return () if where.tracking_uri is None else ("--tracking-uri", where.tracking_uri)

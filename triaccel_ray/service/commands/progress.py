@@ -15,7 +15,7 @@ from typing import Self
 from triaccel_ray.records.events import End, Epoch, Interruption, LogError, Start, Throughput, Tick, parse_event
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.console import err
-from triaccel_ray.service.runs.record import figures_of
+from triaccel_ray.service.runs.record import performance_of
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.log_position import Position, TruncatedLogError, lines_after
 from triaccel_ray.service.units import format_bytes
@@ -69,14 +69,14 @@ class _Run:
 
     def judged(self, epoch: Epoch, results: Mapping[str, float] = MappingProxyType({})) -> str:
         """Returns metric and score on held-out samples as text, those of `results` if it has them; empty without."""
-        figures = figures_of(epoch, self.start.goal, results)
-        if figures is None:
+        performance = performance_of(epoch, self.start.goal, results)
+        if performance is None:
             return ""
         samples = "test" if self.start.info.get("purpose") == Purpose.FINAL.value else "held out"
-        return f"{samples} {self.start.goal.named(figures.metric)}, score {figures.score:.2f}"
+        return f"{samples} {self.start.goal.named(performance.metric)}, score {performance.score:.2f}"
 
 
-class Progress:
+class ProgressPrinter:
     """Prints the progress of runs from their event logs, wherever they train; the runs do not depend on it."""
 
     def __init__(self, title: str, folder: Path, names: Iterable[str] = (), *, num_trials: int = 0) -> None:

@@ -8,22 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from triaccel_ray.records.events import End, EventLog, Start, TakenOverError
-from triaccel_ray.service.cli.options import Where
+from triaccel_ray.service.cli.options import Locations
 from triaccel_ray.service.commands.next_steps import command_to_resume, resumable
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.console import err
 from triaccel_ray.service.failures import cause_of, reporting_full_disk
+from triaccel_ray.service.locations import tracking_uri_of
 from triaccel_ray.service.runs.record import has_begun
 from triaccel_ray.service.search.search import best_trial, read_search
+from triaccel_ray.service.search.searcher import ended_trials
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.search.suggestions import ended_trials
-from triaccel_ray.service.session import tracking_uri_of
-from triaccel_ray.service.storage.layout import EVENTS, JOURNAL, begin
+from triaccel_ray.service.storage.layout import EVENTS, JOURNAL, create_with_spec
 from triaccel_ray.service.storage.mirror import mirrored
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.service.tracking.shipped import read_shipped
-from triaccel_ray.service.tracking.shipper import Parent, Shipper
-from triaccel_ray.service.tracking.tracking import Tracker, sqlite_path
+from triaccel_ray.service.tracking.shipment_state import read_shipment_state
+from triaccel_ray.service.tracking.shipper import ParentRun, Shipper
+from triaccel_ray.service.tracking.tracker import Tracker, sqlite_path
 from triaccel_ray.service.units import format_bytes
 
 FLUSH_TIMEOUT_S = 15.0
@@ -31,11 +31,11 @@ FLUSH_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """What a command trains anew or resumes: its storage, and where it is recorded."""
+class CommandContext:
+    """Where a command that trains keeps its result, and where it records it."""
 
     place: StoragePath
-    where: Where
+    where: Locations
     tracker: Tracker
     experiment: str
     """MLflow experiment."""
@@ -53,12 +53,13 @@ class Work:
         return self.place.folder
 
 
-def with_recorded_store(folder: Path, where: Where) -> Where:
+def with_recorded_store(folder: Path, where: Locations) -> Locations:
     """Returns `where` with the tracking store that holds the run of `folder`, unless `where` names a store.
 
-    A SQLite file that is gone has been moved, perhaps together with the runs: the usual store is used.
+    If that store is a SQLite file that no longer exists, it was moved, perhaps with the runs. Then the default store is
+    used.
     """
-    shipped = read_shipped(folder)
+    shipped = read_shipment_state(folder)
     if where.tracking_uri is None and shipped is not None:
         path = sqlite_path(shipped.store)
         usual = None if where.storage_path.uri is not None else tracking_uri_of(where)
@@ -68,7 +69,7 @@ def with_recorded_store(folder: Path, where: Where) -> Where:
     return where
 
 
-def search_parent(spec: SearchSpec, folder: Path) -> Parent:
+def search_parent(spec: SearchSpec, folder: Path) -> ParentRun:
     """Returns the MLflow parent run of the search in `folder`."""
     tags = {"task": spec.base.task, "kind": "search", "seed": str(spec.seed), "space": spec.space}
     tags |= {"objective": spec.objective, "margin": f"{spec.margin:g}"}
@@ -82,17 +83,17 @@ def search_parent(spec: SearchSpec, folder: Path) -> Parent:
         return results
 
     journal = folder / JOURNAL
-    return Parent(tags=tags, pruned=lambda: ended_trials(journal), closing_tags=closing_tags)
+    return ParentRun(tags=tags, pruned=lambda: ended_trials(journal), closing_tags=closing_tags)
 
 
 @contextlib.contextmanager
-def recording(work: Work, *, parent: Parent | None = None) -> Iterator[None]:
-    """Ships the logs of the work to the tracking store in the background, and the rest of them at the end.
+def recording(context: CommandContext, *, parent: ParentRun | None = None) -> Iterator[None]:
+    """Ships event logs to the tracking store in the background while the body trains, and the rest of them at the end.
 
-    A failing store neither stops nor slows the work. If records are missing at the end, a message says so and names the
+    A failing store neither stops nor slows training. If records are missing at the end, a message says so and names the
     command that ships them.
     """
-    shipper = Shipper(work.tracker, work.folder, experiment=work.experiment, parent=parent)
+    shipper = Shipper(context.tracker, context.folder, experiment=context.experiment, parent=parent)
     shipper.start()
     timeout_s = FLUSH_TIMEOUT_S
     try:
@@ -103,29 +104,31 @@ def recording(work: Work, *, parent: Parent | None = None) -> Iterator[None]:
     finally:
         if not shipper.finish(timeout_s):
             err.print(
-                f"not everything is recorded in {work.tracker.uri}: {shipper.last_error}\n"
+                f"not everything is recorded in {context.tracker.uri}: {shipper.last_error}\n"
                 "Some records still wait. Nothing is lost: "
-                f"`{work.resume_command}` records them once the store answers.",
+                f"`{context.resume_command}` records them once the store answers.",
                 style="yellow",
                 soft_wrap=True,
             )
 
 
 @contextlib.contextmanager
-def set_of_runs(spec: SearchSpec | ComparisonSpec, file: str, work: Work, parent: Parent) -> Iterator[EventLog]:
+def set_of_runs(
+    spec: SearchSpec | ComparisonSpec, file: str, context: CommandContext, parent: ParentRun
+) -> Iterator[EventLog]:
     """Yields the event log of a search or comparison, whose spec is in `file`; its folder is synced and recorded.
 
     Interrupted work ends the log too, so that nothing stays "running" for ever. Resuming removes that end.
     """
-    folder = work.folder
-    if not work.resume:
-        begin(folder, file, spec)
-    with resumable(work.resume_command, work.place), mirrored(work.place):
+    folder = context.folder
+    if not context.resume:
+        create_with_spec(folder, file, spec)
+    with resumable(context.resume_command, context.place), mirrored(context.place):
         with reporting_full_disk(folder):
             log = EventLog(folder / EVENTS, keep=1 if has_begun(folder) else 0)
             if log.num_records == 0:
                 log.append(Start(control=spec.base.control, info=parent.tags))
-        with recording(work, parent=parent):
+        with recording(context, parent=parent):
             try:
                 yield log
             except BaseException as error:

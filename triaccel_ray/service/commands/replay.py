@@ -10,20 +10,20 @@ from triaccel_ray.decide import replay
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import LogError
 from triaccel_ray.records.plan import Plan
-from triaccel_ray.service.report.tables import Grid
+from triaccel_ray.service.report.tables import TextTable
 from triaccel_ray.service.runs.methods import TUNE_BATCH
 from triaccel_ray.service.runs.record import RunRecord
 
 _OTHER_VERSION = "under its own configuration that means the log was written by another version, or was changed"
 
 
-def reasons_grid(run: RunRecord, *, most: int) -> Grid:
-    """Returns the reasons of a run's decisions, oldest first, at most `most` of them; one that lasts has one row.
+def reasons_table(run: RunRecord, *, max_rows: int) -> TextTable:
+    """Returns the reasons of a run's decisions, oldest first, at most `max_rows` of them; one that lasts has one row.
 
     Raises:
-        ValueError: `most` is negative.
+        ValueError: `max_rows` is negative.
     """
-    check_field("reasons", most, int, "[0, inf)")
+    check_field("reasons", max_rows, int, "[0, inf)")
     rows: list[list[str]] = []
     before: dict[tuple[str, str, str], list[str]] = {}
     for tick in run.ticks:
@@ -38,10 +38,10 @@ def reasons_grid(run: RunRecord, *, most: int) -> Grid:
                 row[0] = f"{row[0].partition(' ')[0]} to {step}"
             lasting[words] = row
         before = lasting
-    hidden = len(rows) - most
+    hidden = len(rows) - max_rows
     note = f"{hidden} more; --reasons {len(rows)} shows all" if hidden > 0 else ""
     title = f"{run.name}: decisions and their reasons"
-    return Grid(header=("step", "subject", "rule", "reason"), rows=rows[:most], title=title, note=note)
+    return TextTable(header=("step", "subject", "rule", "reason"), rows=rows[:max_rows], title=title, note=note)
 
 
 def verdict(run: RunRecord, control: ControlConfig) -> Iterator[str]:

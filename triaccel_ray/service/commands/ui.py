@@ -12,7 +12,7 @@ import sys
 from triaccel_ray.config import check_field, require
 from triaccel_ray.service.console import out
 from triaccel_ray.service.signals import as_interrupt
-from triaccel_ray.service.tracking.tracking import Tracker, sqlite_path
+from triaccel_ray.service.tracking.tracker import Tracker, sqlite_path
 
 _GRACE_S = 10.0
 """Seconds that a server gets to shut down before it is killed."""

@@ -97,7 +97,7 @@ class MethodResults:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class ComparisonRecord:
     """The current state of a comparison, read back from its folder."""
 
     folder: Path
@@ -144,7 +144,7 @@ def final_runs(spec: ComparisonSpec, fixed: FixedSetting | None) -> dict[str, Ru
     }
 
 
-def read_comparison(folder: Path) -> Comparison:
+def read_comparison(folder: Path) -> ComparisonRecord:
     """Returns the comparison in `folder`.
 
     Raises:
@@ -155,7 +155,7 @@ def read_comparison(folder: Path) -> Comparison:
     spec = read_value(ComparisonSpec, folder / COMPARISON, _WAY_OUT)
     is_chosen = (folder / FIXED_SETTING).exists()
     trials = sorted((folder / TRIALS).glob("*"))
-    return Comparison(
+    return ComparisonRecord(
         folder=folder,
         spec=spec,
         fixed=read_value(FixedSetting, folder / FIXED_SETTING, _WAY_OUT) if is_chosen else None,
@@ -164,7 +164,7 @@ def read_comparison(folder: Path) -> Comparison:
     )
 
 
-def summary_metrics(record: Comparison) -> dict[str, float]:
+def summary_metrics(record: ComparisonRecord) -> dict[str, float]:
     """Returns the figures that summarize a comparison in MLflow: `METHOD/accuracy_mean`, ...
 
     Each method has seven, so that all methods together stay below 60 keys. Everything else is in the tables.

@@ -17,10 +17,10 @@ from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.compare.comparison import REFERENCE, FixedSetting
 from triaccel_ray.service.compare.spec import ComparisonSpec
-from triaccel_ray.service.failures import RESULTS, cause_of
+from triaccel_ray.service.failures import CONFIGURATION_CAUSES, cause_of
+from triaccel_ray.service.runs.launch import run_all
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun, read_run
-from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import FIXED_SETTING, TRIALS, write_value
@@ -29,11 +29,11 @@ from triaccel_ray.trainables.task import Purpose
 
 
 def choose_fixed_setting(
-    spec: ComparisonSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None = None
+    spec: ComparisonSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None
 ) -> None:
     """Chooses the fixed setting and writes it to `FIXED_SETTING`; trials that have ended are not run again.
 
-    Training and validation samples come from `shared`, if given.
+    Training and validation samples come from `shared`, unless it is None.
 
     Raises:
         RunFailedError: a trial failed for another reason than its setting; the message says how.
@@ -46,7 +46,7 @@ def choose_fixed_setting(
     begun = {name: run for name in specs if (run := read_if_begun(root / name)) is not None}
     missing = {name: trial for name, trial in specs.items() if name not in begun or not begun[name].has_outcome}
     for error in run_all(missing, place / TRIALS, num_gpus=num_gpus, shared=shared).values():
-        if cause_of(error) not in RESULTS:
+        if cause_of(error) not in CONFIGURATION_CAUSES:
             raise error
     runs = {name: read_run(root / name) for name in specs}
     write_value(place.folder / FIXED_SETTING, best_setting(settings, runs))
@@ -101,8 +101,8 @@ def best_setting(settings: Sequence[FixedSetting], runs: Mapping[str, RunRecord]
     values = {}
     for setting in settings:
         run = runs[setting.name]
-        if run.status == "finished" and run.figures is not None:
-            values[setting] = objective.value(run.epochs[-1].epoch, run.figures)
+        if run.status == "finished" and run.performance is not None:
+            values[setting] = objective.value(run.epochs[-1].epoch, run.performance)
     tried = ", ".join(setting.name for setting in settings)
     rule = "none could be trained to its end; try more, or allow more memory"
     require(len(values) > 0, "fixed settings", tried, rule)

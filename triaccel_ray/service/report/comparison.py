@@ -11,15 +11,15 @@ from typing import Any
 from triaccel_ray.measure.score import quality_text
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import command_for
-from triaccel_ray.service.compare.comparison import REFERENCE, Comparison, MethodResults, final_runs
+from triaccel_ray.service.compare.comparison import REFERENCE, ComparisonRecord, MethodResults, final_runs
 from triaccel_ray.service.compare.spec import ABLATION
 from triaccel_ray.service.report.drawing import METHOD_STYLES, Series, metric_against_cost, save
 from triaccel_ray.service.report.provenance import about, all_settings, sharing_note, troubles
-from triaccel_ray.service.report.readings import best_of, mean_and_deviation, readings_grid
+from triaccel_ray.service.report.readings import best_of, mean_and_deviation, readings_table
 from triaccel_ray.service.report.report import View, with_page
-from triaccel_ray.service.report.tables import TO_TARGET, VIEWS_NOTE, Grid, joined, lines, result_headings
+from triaccel_ray.service.report.tables import TO_TARGET, VIEWS_NOTE, TextTable, joined, lines, result_headings
 from triaccel_ray.service.runs.methods import FIXED, METHODS
-from triaccel_ray.service.runs.objective import Figures, Objective
+from triaccel_ray.service.runs.objective import Objective, Performance
 from triaccel_ray.service.runs.record import JOULES, ONE_VIEW
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import FIGURES
@@ -36,7 +36,7 @@ def label(method: str) -> str:
     return "best fixed" if method == FIXED else method
 
 
-def view_comparison(record: Comparison) -> View:
+def view_comparison(record: ComparisonRecord) -> View:
     """Returns the view of a comparison, its tables; writes its figure and page."""
     folder, spec, base = record.folder, record.spec, record.spec.base
     title = f"{folder.name}: {base.task}"
@@ -66,14 +66,14 @@ def view_comparison(record: Comparison) -> View:
     )
 
 
-def _rows(record: Comparison) -> list[dict[str, Any]]:
+def _rows(record: ComparisonRecord) -> list[dict[str, Any]]:
     """Returns every method's figures, and its scores and costs by each reading, by heading."""
     base, results = record.spec.base, _results(record, record.spec.all_methods)
-    grids = values_grid("", results, base.goal), readings_grid("", results, base.goal, base.target)
-    return [{**values, **readings} for values, readings in zip(*(grid.as_dicts() for grid in grids), strict=True)]
+    grids = values_table("", results, base.goal), readings_table("", results, base.goal, base.target)
+    return [{**values, **readings} for values, readings in zip(*(table.as_dicts() for table in grids), strict=True)]
 
 
-def _advice(record: Comparison) -> tuple[str, str]:
+def _advice(record: ComparisonRecord) -> tuple[str, str]:
     """Returns which method of Table 1 to train with, and the command; empty while there is nothing to compare.
 
     As in a search, a method that is worse than AMP by more than the margin does not count, however fast it is.
@@ -101,7 +101,7 @@ def _is_within_margin(values: Mapping[int, float], amp: Mapping[int, float], goa
     return not Objective(goal=goal, reference=(reference,)).shortfall(epoch=1, metric=mean)
 
 
-def _results(record: Comparison, methods: Iterable[str]) -> dict[str, MethodResults]:
+def _results(record: ComparisonRecord, methods: Iterable[str]) -> dict[str, MethodResults]:
     """Returns the results of `methods` by row name."""
     return {label(method): record.results(method) for method in methods}
 
@@ -116,12 +116,12 @@ def _series(results: MethodResults, goal: Goal) -> Series:
     )
 
 
-def _figures(value: Callable[[str], float], goal: Goal) -> Figures:
+def _figures(value: Callable[[str], float], goal: Goal) -> Performance:
     seconds, peak_gb = value("seconds_per_epoch"), value("peak_gb")
-    return Figures(metric=value(goal.name), seconds=seconds, peak_gb=peak_gb, score=value("score"))
+    return Performance(metric=value(goal.name), seconds=seconds, peak_gb=peak_gb, score=value("score"))
 
 
-def comparison_tables(record: Comparison) -> list[Grid]:
+def comparison_tables(record: ComparisonRecord) -> list[TextTable]:
     """Returns the comparison's tables in reading order, without empty ones."""
     spec, base, goal = record.spec, record.spec.base, record.spec.base.goal
     held_apart = "" if base.target is None else "trained without the validation samples, which judged each epoch"
@@ -132,24 +132,24 @@ def comparison_tables(record: Comparison) -> list[Grid]:
     to_amp = [(name, each, amp) for name, each in table_1.items() if amp is not None and each is not amp]
     to_above = [(name, each, above) for (_, above), (name, each) in pairwise(table_2.items())]
     tables = (
-        values_grid("Table 1, test samples, read once by each run", table_1, goal, note=lines(shared, note)),
-        readings_grid("Table 1, the score by each reading of time and memory", table_1, goal, base.target),
-        differences_grid("Table 1, differences to AMP", to_amp, goal),
-        values_grid("Table 2, the ablation", table_2, goal, note=shared),
-        differences_grid("Table 2, differences to the row above", to_above, goal),
-        settings_grid(record),
+        values_table("Table 1, test samples, read once by each run", table_1, goal, note=lines(shared, note)),
+        readings_table("Table 1, the score by each reading of time and memory", table_1, goal, base.target),
+        differences_table("Table 1, differences to AMP", to_amp, goal),
+        values_table("Table 2, the ablation", table_2, goal, note=shared),
+        differences_table("Table 2, differences to the row above", to_above, goal),
+        settings_table(record),
     )
-    return [grid for grid in tables if grid.rows]
+    return [table for table in tables if table.rows]
 
 
-def values_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, note: str = "") -> Grid:
+def values_table(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, note: str = "") -> TextTable:
     """Returns a table of means and standard deviations over seeds, a row per name in `rows`, with `note` below."""
     headings, one_view = _headings(rows.values(), goal), f"{ONE_VIEW}{goal.name}"
     headings = {name: heading for name, heading in headings.items() if name not in TO_TARGET}  # beside the readings
     num_runs = sum(len(results.by_seed) for results in rows.values())
     num_with_views = sum(len(results.values(one_view)) for results in rows.values())
     mixed = f"only {num_with_views} of {num_runs} runs were judged by several views: not comparable"
-    return Grid(
+    return TextTable(
         title=title,
         header=("method", "runs", *headings.values()),
         rows=[
@@ -168,7 +168,7 @@ def values_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, no
     )
 
 
-def differences_grid(title: str, pairs: Sequence[tuple[str, MethodResults, MethodResults]], goal: Goal) -> Grid:
+def differences_table(title: str, pairs: Sequence[tuple[str, MethodResults, MethodResults]], goal: Goal) -> TextTable:
     """Returns a table of differences, first results minus second, paired by seed, with their confidence intervals.
 
     Intervals are those of Student's t distribution, corrected for the number of rows (Bonferroni).
@@ -194,7 +194,7 @@ def differences_grid(title: str, pairs: Sequence[tuple[str, MethodResults, Metho
             )
     note = f"paired by seed; intervals need {MIN_PAIRS} seeds, and those of a figure hold together with {LEVEL:.0%}"
     header = ("method", "figure", "difference", "%", f"{LEVEL:.0%} interval, corrected")
-    return Grid(title=title, header=header, rows=rows, note=note)
+    return TextTable(title=title, header=header, rows=rows, note=note)
 
 
 def paired_differences(values: Mapping[int, float], reference: Mapping[int, float]) -> list[float]:
@@ -215,7 +215,7 @@ def _interval(differences: Sequence[float], num_rows: int) -> str:
     return f"{_signed(mean - half)} to {_signed(mean + half)}"
 
 
-def settings_grid(record: Comparison) -> Grid:
+def settings_table(record: ComparisonRecord) -> TextTable:
     """Returns a table of the settings that each method trained with; it has no rows until they are chosen."""
     spec, num_trials = record.spec, record.spec.num_fixed
     is_chosen = record.fixed is not None or not num_trials
@@ -223,7 +223,7 @@ def settings_grid(record: Comparison) -> Grid:
     rows = [[label(method), *_settings(specs[f"{method}-seed0"])] for method in spec.all_methods if specs]
     note = f"best fixed: the best score of {num_trials} on validation samples, within a point of AMP"
     header = ("method", "precision", "batch", "lr", "weight decay")
-    return Grid(title="What each method trained with", header=header, rows=rows, note=note if num_trials else "")
+    return TextTable(title="What each method trained with", header=header, rows=rows, note=note if num_trials else "")
 
 
 def _headings(results: Iterable[MethodResults], goal: Goal) -> dict[str, str]:

@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter
 from triaccel_ray.records.durable import partial_path
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision, Storage
-from triaccel_ray.service.runs.objective import Figures
+from triaccel_ray.service.runs.objective import Performance
 
 INK: Final = "#1F2933"
 GRAY: Final = "#6B7785"
@@ -104,8 +104,8 @@ def mark_level(axes: Axes, value: float, text: str, color: str = GRAY) -> None:
 
 def legend(axes: Axes, **options: Any) -> None:
     """Adds a legend, by default above the axes, beside the title, so that it never covers data."""
-    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
-    axes.legend(**{**_LEGEND, **place, "columnspacing": 1.4, "handlelength": 1.2, **options})
+    position: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
+    axes.legend(**{**_LEGEND, **position, "columnspacing": 1.4, "handlelength": 1.2, **options})
 
 
 def shorten(name: str) -> str:
@@ -123,10 +123,10 @@ class Series:
     """Points that share a label and a style."""
 
     label: str
-    points: Sequence[Figures]
+    points: Sequence[Performance]
     look: Mapping[str, Any]
     """Options of `Axes.errorbar`."""
-    spread: Figures | None = None
+    spread: Performance | None = None
     """Standard deviations, drawn as error bars; None draws none."""
     is_front: bool = False
     """Whether to draw only the Pareto front of each panel, joined by a line."""
@@ -144,7 +144,7 @@ def metric_against_cost(
     words, y_label = goal.words.capitalize(), f"{samples} {goal.axis}".lstrip()
     panel(left, f"{words} against time", subtitle, x_label="seconds per epoch", y_label=y_label)
     panel(right, f"{words} against memory", " " if subtitle else "", x_label="peak memory of the process, GB")
-    costs: dict[Any, Callable[[Figures], float]] = {left: attrgetter("seconds"), right: attrgetter("peak_gb")}
+    costs: dict[Any, Callable[[Performance], float]] = {left: attrgetter("seconds"), right: attrgetter("peak_gb")}
     for axes, cost in costs.items():
         if limit is not None:
             axes.axhline(limit, color=GRAY, linewidth=1.1, linestyle=DASHED)
@@ -160,10 +160,10 @@ def metric_against_cost(
     return figure
 
 
-def front(points: Sequence[Figures], cost: Callable[[Figures], float], goal: Goal) -> list[Figures]:
+def front(points: Sequence[Performance], cost: Callable[[Performance], float], goal: Goal) -> list[Performance]:
     """Returns the Pareto front by rising cost: points for which no other has a better metric at no more cost."""
     sign = 1.0 if goal.maximize else -1.0
-    best: list[Figures] = []
+    best: list[Performance] = []
     for point in sorted(points, key=lambda each: (cost(each), -sign * each.metric)):
         if not best or sign * point.metric > sign * best[-1].metric:
             best.append(point)

@@ -44,7 +44,7 @@ from triaccel_ray.service.storage.layout import EVENTS, FIGURES
 
 _LOG_FROM = 30.0
 """Ratio of largest to smallest loss above which the axis is logarithmic: a linear one would show a flat line."""
-MOST_ROW_LABELS = 32
+MAX_ROW_LABELS = 32
 """With more layers, only every second, third, ... one is labeled."""
 
 
@@ -124,9 +124,9 @@ def _draw_loss(axes: Axes, epochs: Sequence[Epoch]) -> None:
 
 def _draw_metric(axes: Axes, epochs: Sequence[Epoch], at: Sequence[float], goal: Goal) -> None:
     values = [epoch.held_out(goal) for epoch in epochs]
-    seen = [(place, value) for place, value in zip(at, values, strict=True) if value is not None]
+    seen = [(x, value) for x, value in zip(at, values, strict=True) if value is not None]
     if not seen:
-        caption(axes, "not looked at before the end of the run")
+        caption(axes, "not evaluated before the end of the run")
         return
     axes.plot(*zip(*seen, strict=True), color=NAVY, linewidth=2.0, **_marker(epochs))
     mark_level(axes, seen[-1][1], goal.cell(seen[-1][1]), NAVY)
@@ -293,14 +293,14 @@ def batch_sizes(ms_per_sample: Mapping[int, float], efficient: int | None, *, su
     axes = figure.subplots()
     panel(axes, "Speed of each batch size", subtitle, x_label="samples a step", y_label="samples per second")
     axes.plot(list(rates), list(rates.values()), color=NAVY, linewidth=2.0, marker="o", markersize=4.0)
-    least = EFFICIENT_SHARE * max(rates.values())
-    axes.axhline(least, color=GRAY, linewidth=1.1, linestyle=drawing.DASHED)
-    mark_level(axes, least, f"{EFFICIENT_SHARE:.0%}")
+    min_rate = EFFICIENT_SHARE * max(rates.values())
+    axes.axhline(min_rate, color=GRAY, linewidth=1.1, linestyle=drawing.DASHED)
+    mark_level(axes, min_rate, f"{EFFICIENT_SHARE:.0%}")
     if efficient is not None:
-        place = efficient, rates[efficient]
-        axes.plot(*place, "o", color=ORANGE, markersize=9.0)
+        point = efficient, rates[efficient]
+        axes.plot(*point, "o", color=ORANGE, markersize=9.0)
         below: dict[str, Any] = {"xytext": (0, -18), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(str(efficient), place, fontsize=9.5, color=INK, **below)
+        axes.annotate(str(efficient), point, fontsize=9.5, color=INK, **below)
     axes.set_ylim(bottom=0.0)
     axes.set_xlim(left=0.0)
     axes.yaxis.set_major_formatter(drawing.PLAIN)
@@ -320,7 +320,7 @@ def _figure_of_rows(names: Sequence[str], title: str, subtitle: str, *, x_label:
     axes = figure.subplots()
     panel(axes, title, subtitle, x_label=x_label)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    rows = range(0, len(names), math.ceil(len(names) / MOST_ROW_LABELS))
+    rows = range(0, len(names), math.ceil(len(names) / MAX_ROW_LABELS))
     axes.set_yticks(rows, [shorten(names[row]) for row in rows])
     axes.tick_params(axis="y", length=0)
     return figure, axes

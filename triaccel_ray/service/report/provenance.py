@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from triaccel_ray.records.events import parse_event
 from triaccel_ray.service.cli.options import RUN_SETTINGS, settings_of_run
-from triaccel_ray.service.report.tables import TO_TARGET, Grid, joined
+from triaccel_ray.service.report.tables import TO_TARGET, TextTable, joined
 from triaccel_ray.service.runs.environment import COMMIT
 from triaccel_ray.service.runs.record import OWN_CODE, RunRecord
 from triaccel_ray.service.runs.spec import RunSpec
@@ -17,7 +17,7 @@ from triaccel_ray.service.storage.layout import ERROR, EVENTS
 _VERSIONS = ("triaccel-ray", "torch", "triton", "python")
 
 
-def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], command: str) -> Grid:
+def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], command: str) -> TextTable:
     """Returns the provenance of a result: date, hardware, versions, commit, and the command to repeat it.
 
     `spec` is what the runs have in common; `facts` are further rows. If runs differ, each distinct value is listed.
@@ -36,7 +36,7 @@ def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], co
         "commit": _distinct(info.get(COMMIT, "") for info in infos),
         "to repeat": command,
     }
-    return Grid(header=("", ""), rows=[pair for pair in rows.items() if pair[1]], title="Provenance")
+    return TextTable(header=("", ""), rows=[pair for pair in rows.items() if pair[1]], title="Provenance")
 
 
 def all_settings(spec: RunSpec) -> str:

@@ -8,11 +8,11 @@ from decimal import Decimal
 
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.compare.comparison import READINGS, MethodResults
-from triaccel_ray.service.report.tables import TO_TARGET, Grid, lines
+from triaccel_ray.service.report.tables import TO_TARGET, TextTable, lines
 from triaccel_ray.service.runs.record import JOULES
 
 
-def readings_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, target: float | None = None) -> Grid:
+def readings_table(title: str, rows: Mapping[str, MethodResults], goal: Goal, target: float | None = None) -> TextTable:
     """Returns the score by each reading and the costs to the target; a note says whether all have the same leader."""
     by_reading = {
         reading: {name: results.scored_by(reading, goal) for name, results in rows.items()} for reading in READINGS
@@ -26,9 +26,9 @@ def readings_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, tar
     costs = {} if target is None else dict(TO_TARGET)
     if {JOULES in figures for results in rows.values() for figures in results.by_seed.values()} != {True}:
         costs.pop("joules_to_target", None)
-    compared |= {costs[figure]: (rows, figure) for figure in costs if best_of(rows, figure, least=True)}
+    compared |= {costs[figure]: (rows, figure) for figure in costs if best_of(rows, figure, minimize=True)}
     num_finished = sum(bool(results.by_seed) for results in rows.values())
-    return Grid(
+    return TextTable(
         title=title if target is None else f"{title}, and costs to the target",
         header=("method", *by_reading, *costs.values()),
         rows=[
@@ -49,7 +49,9 @@ def readings_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, tar
 
 def _verdict(compared: Mapping[str, tuple[Mapping[str, MethodResults], str]]) -> str:
     """Returns which method leads, of reading -> rows and figure, and which ones are as good."""
-    leaders = {reading: best_of(rows, figure, least=figure != "score") for reading, (rows, figure) in compared.items()}
+    leaders = {
+        reading: best_of(rows, figure, minimize=figure != "score") for reading, (rows, figure) in compared.items()
+    }
     if not leaders:
         return ""
     leader, tables = next(iter(leaders.values())), list(compared.values())
@@ -81,15 +83,15 @@ def _cost(results: MethodResults, figure: str) -> str:
     return f"reached by {num_reached} of {num_runs}" if num_reached else "not reached"
 
 
-def best_of(rows: Mapping[str, MethodResults], figure: str = "score", *, least: bool = False) -> str:
+def best_of(rows: Mapping[str, MethodResults], figure: str = "score", *, minimize: bool = False) -> str:
     """Returns the name of the row with the best mean figure, by default the score; empty if none has it.
 
     A row with fewer finished seeds than another, or with runs that lack the figure, is not considered.
     """
-    most = max((len(results.by_seed) for results in rows.values()), default=0)
-    means = {name: results.mean(figure) for name, results in rows.items() if len(results.by_seed) == most}
+    max_runs = max((len(results.by_seed) for results in rows.values()), default=0)
+    means = {name: results.mean(figure) for name, results in rows.items() if len(results.by_seed) == max_runs}
     known = [name for name, mean in means.items() if not math.isnan(mean)]
-    return (min if least else max)(known, key=means.__getitem__, default="")
+    return (min if minimize else max)(known, key=means.__getitem__, default="")
 
 
 def mean_and_deviation(results: MethodResults, figure: str) -> str:

@@ -15,10 +15,10 @@ from triaccel_ray.config import ControlConfig
 from triaccel_ray.search_spaces.tuned import TunedThresholds
 from triaccel_ray.service import console
 from triaccel_ray.service.console import rich_table
-from triaccel_ray.service.report.tables import Grid
+from triaccel_ray.service.report.tables import TextTable
 from triaccel_ray.service.storage.layout import REPORT, write_atomically
 
-Part: TypeAlias = str | Grid | Path
+Part: TypeAlias = str | TextTable | Path
 """A text, a table, or the path of a picture."""
 _HEAD: Final = """<!doctype html>
 <html lang=en><meta charset=utf-8>
@@ -67,7 +67,7 @@ def show(view: View, to: Console | None = None) -> None:
     """Prints the view to a terminal, by default standard output."""
     terminal = to or console.out
     for part in view.parts:
-        if isinstance(part, Grid):
+        if isinstance(part, TextTable):
             terminal.print(rich_table(part, to=terminal), "", sep="\n")
         elif part and isinstance(part, str):
             terminal.print(part, "", sep="\n", soft_wrap=True)

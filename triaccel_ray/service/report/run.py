@@ -12,13 +12,21 @@ from triaccel_ray.service.cli.options import command_for
 from triaccel_ray.service.report.figures import run_figures
 from triaccel_ray.service.report.provenance import about, all_settings, run_notes, troubles
 from triaccel_ray.service.report.report import View, with_page
-from triaccel_ray.service.report.tables import STAR, VIEWS_NOTE, Grid, joined, lines, metric_headings, result_headings
+from triaccel_ray.service.report.tables import (
+    STAR,
+    VIEWS_NOTE,
+    TextTable,
+    joined,
+    lines,
+    metric_headings,
+    result_headings,
+)
 from triaccel_ray.service.runs.methods import METHODS, TUNE_BATCH
 from triaccel_ray.service.runs.record import ONE_VIEW, OWN_CODE, RunRecord
 from triaccel_ray.service.units import counted
 
 
-def batch_grid(run: RunRecord) -> Grid:
+def batch_table(run: RunRecord) -> TextTable:
     """Returns the table of batch sizes, in ascending order; a star marks the efficient one."""
     best = max((1e3 / ms for ms in run.ms_per_sample.values()), default=0.0)
     rows = []
@@ -29,17 +37,17 @@ def batch_grid(run: RunRecord) -> Grid:
             cells[1:] = f"{each.step_ms:.3f}", f"{rate:,.0f}", f"{100 * rate / best:.1f}"
         how = "does not fit" if each.step_ms is None else _plan_text(each)
         rows.append([*cells, f"{each.peak_bytes / 1e9:.3f}", how])
-    most, asked = run.start.control.batch.maximum, run.spec.control.batch.maximum
+    largest, asked = run.start.control.batch.maximum, run.spec.control.batch.maximum
     is_rising = run.efficient_batch_size is not None and run.efficient_batch_size == max(run.ms_per_sample)
     unfit = any(each.step_ms is None for each in run.throughputs)
-    return Grid(
+    return TextTable(
         header=("batch", "ms a step", "samples/s", "% of the best", "process peak GB", "how"),
         rows=rows,
         title=f"{run.name}: {run.spec.task}, {run.spec.control.precision.initial.value}, {run.status}",
         note=lines(
             f"*: the smallest with {EFFICIENT_SHARE:.0%} of the best samples/s" if run.efficient_batch_size else "",
             "sizes above the one that does not fit were not tried" if unfit else "",
-            f"sizes above {most} were not tried: there are {most} training samples" if most < asked else "",
+            f"sizes above {largest} were not tried: there are {largest} training samples" if largest < asked else "",
             "no smaller size is efficient, so try a larger --batch-max" if is_rising and not unfit else "",
         ),
     )
@@ -88,11 +96,11 @@ def view_run(run: RunRecord) -> View:
     else:
         command = repeat = command_for("tune-batch --from" if spec.method == TUNE_BATCH else "run --from", run.folder)
     if spec.method == TUNE_BATCH:
-        (sentence, command), rows = recommendation(run), batch_grid(run)
-        second: Grid | str = lines(sentence, command)
+        (sentence, command), rows = recommendation(run), batch_table(run)
+        second: TextTable | str = lines(sentence, command)
     else:
-        rows = run_grid(run)
-        second = result_grid(results, run.start.goal) if results else ""
+        rows = run_table(run)
+        second = result_table(results, run.start.goal) if results else ""
     return with_page(
         View(
             folder=run.folder,
@@ -106,7 +114,7 @@ def view_run(run: RunRecord) -> View:
     )
 
 
-def run_grid(run: RunRecord) -> Grid:
+def run_table(run: RunRecord) -> TextTable:
     """Returns the table of a run's epochs."""
     goal = run.start.goal
     headings = metric_headings((name for epoch in run.epochs for name in epoch.held_out_metrics), goal)
@@ -125,17 +133,17 @@ def run_grid(run: RunRecord) -> Grid:
         for epoch in run.epochs
     ]
     header = ("epoch", "train loss", *headings.values(), "seconds", "samples/s", "batch", "peak GB", "skipped", "score")
-    return Grid(
+    return TextTable(
         header=header, rows=rows, title=f"{run.name}: {run.spec.task}, {METHODS[run.spec.method]}, {run.status}"
     )
 
 
-def result_grid(results: Mapping[str, float], goal: Goal) -> Grid:
+def result_table(results: Mapping[str, float], goal: Goal) -> TextTable:
     """Returns the table of a run's final results."""
     headings = result_headings(results, goal)
     cells = [f"{results[name]:.4g}" if name in results else "" for name in headings]
     note = lines(_TIME_NOTE, VIEWS_NOTE if f"{ONE_VIEW}{goal.name}" in headings else "")
-    return Grid(header=list(headings.values()), rows=[cells], title="result", note=note)
+    return TextTable(header=list(headings.values()), rows=[cells], title="result", note=note)
 
 
 def _metric_cell(epoch: Epoch, name: str, goal: Goal) -> str:

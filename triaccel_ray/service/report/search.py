@@ -18,9 +18,9 @@ from triaccel_ray.service.cli.options import command_for
 from triaccel_ray.service.report.drawing import BLUE, GRAY, METHOD_STYLES, NAVY, Series, metric_against_cost, save
 from triaccel_ray.service.report.provenance import about, all_settings, sharing_note, troubles
 from triaccel_ray.service.report.report import View, with_page
-from triaccel_ray.service.report.tables import STAR, Grid, joined, lines
-from triaccel_ray.service.runs.objective import Figures, grace_epochs
-from triaccel_ray.service.runs.record import RunRecord, figures_of
+from triaccel_ray.service.report.tables import STAR, TextTable, joined, lines
+from triaccel_ray.service.runs.objective import Performance, grace_epochs
+from triaccel_ray.service.runs.record import RunRecord, performance_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.search import search
 from triaccel_ray.service.search.search import (
@@ -31,9 +31,9 @@ from triaccel_ray.service.search.search import (
     ranked,
     tuned_thresholds_of,
 )
+from triaccel_ray.service.search.searcher import new_study, trial_name
 from triaccel_ray.service.search.spec import dimensions
-from triaccel_ray.service.search.suggestions import new_study, trial_name
-from triaccel_ray.service.storage.layout import FIGURES, FOUND, TRIALS
+from triaccel_ray.service.storage.layout import FIGURES, TRIALS, TUNED_THRESHOLDS
 from triaccel_ray.service.units import counted
 
 MIN_TRIALS: Final = 20
@@ -48,12 +48,12 @@ _WAYS_OUT: Final[Mapping[str, str]] = {
 
 def view_search(record: SearchRecord) -> View:
     """Returns the view of a search, its trials and recommendation; writes its figures and page."""
-    folder, grid, spec, (sentence, command) = record.folder, search_grid(record), record.spec, recommendation(record)
+    folder, table, spec, (sentence, command) = record.folder, search_table(record), record.spec, recommendation(record)
     found = tuned_thresholds_of(record)
-    where = f"thresholds of the best trial, and what it takes to find them again: {folder / FOUND}"
+    where = f"thresholds of the best trial, and what it takes to find them again: {folder / TUNED_THRESHOLDS}"
     named = {f"baseline {name}": run for name, run in record.baselines.items()}
     named |= {run.name: run for run in chain(record.trials, *record.repeats.values())}
-    rows = zip(grid.as_dicts(), grid.rows, strict=True)
+    rows = zip(table.as_dicts(), table.rows, strict=True)
     pictures = []
     if series := outcomes(record):
         limit = record.objective.limit if record.objective.reference else None
@@ -68,7 +68,7 @@ def view_search(record: SearchRecord) -> View:
             folder=folder,
             title=f"{folder.name}: {spec.base.task}",
             parts=[
-                grid,
+                table,
                 lines(sentence, command, "" if found is None else where),
                 troubles(named, missing_runs(record), record.damaged),
                 *pictures,
@@ -87,7 +87,7 @@ def view_search(record: SearchRecord) -> View:
     )
 
 
-def search_grid(record: SearchRecord) -> Grid:
+def search_table(record: SearchRecord) -> TextTable:
     """Returns a table of baselines and trials with thresholds and figures: finished trials best first, then others."""
     objective, spec = record.objective, record.spec
     done = sum(run.status in ("finished", "stopped") for run in record.trials)
@@ -97,7 +97,7 @@ def search_grid(record: SearchRecord) -> Grid:
     rows = [_row(f"{labels.get(name, name)} again", run, record) for name, run in best_repeats(record).items()]
     rows += [_row(label, record.baselines[name], record) for name, label in labels.items()]
     rows += [_row(run.name, run, record) for _, run in ranked(record)]
-    without = {run.name: run.status for run in record.trials if run.figures is None}
+    without = {run.name: run.status for run in record.trials if run.performance is None}
     without |= dict.fromkeys(record.damaged, "damaged")
     rows += [[name, status, *[""] * (len(header) - 2)] for name, status in without.items()]
     notes = ["figures are those of the epoch named beside them"]
@@ -111,7 +111,7 @@ def search_grid(record: SearchRecord) -> Grid:
     if any(run.status == "stopped" for run in record.trials):
         notes.append("stopped: pruned before its last epoch, hence ranked after all that finished")
     notes += [sharing_note(spec.base), _unlike(spec.base)]
-    return Grid(
+    return TextTable(
         header=header,
         rows=rows,
         title=f"{record.folder.name}: {spec.base.task}, {done} of {spec.num_trials} trials",
@@ -124,11 +124,11 @@ def _row(label: str, run: RunRecord, record: SearchRecord) -> list[str]:
     is_trial = run.spec.method == "triaccel"
     num_epochs = run.epochs[-1].epoch if run.epochs else 0
     thresholds = [each.text(run.spec.control) if is_trial else "" for each in dimensions(record.spec.optional)]
-    figures, cells = run.figures, [""] * 4
-    if figures is not None:
-        is_behind = is_trial and record.objective.shortfall(num_epochs, figures.metric) > 0
-        metric = f"{record.objective.goal.cell(figures.metric)}{STAR if is_behind else ''}"
-        cells = [metric, f"{figures.seconds:.3f}", f"{figures.peak_gb:.3f}", f"{figures.score:.2f}"]
+    performance, cells = run.performance, [""] * 4
+    if performance is not None:
+        is_behind = is_trial and record.objective.shortfall(num_epochs, performance.metric) > 0
+        metric = f"{record.objective.goal.cell(performance.metric)}{STAR if is_behind else ''}"
+        cells = [metric, f"{performance.seconds:.3f}", f"{performance.peak_gb:.3f}", f"{performance.score:.2f}"]
     return [label, run.status, *thresholds, f"{num_epochs} of {run.spec.recipe.epochs}", *cells]
 
 
@@ -147,21 +147,21 @@ _TIE_SHARE = 0.01
 def recommendation(record: SearchRecord) -> tuple[str, str]:
     """Returns what to train with, the best trial or a baseline that beats it in the search's objective, and a command.
 
-    The command is empty if neither a trial nor a baseline can be recommended, such as while no trial has
-    finished and some have not begun.
+    The command is empty if neither a trial nor a baseline can be recommended. An example: no trial has finished, and
+    some have not begun.
     """
     best, objective, compared = best_trial(record), record.objective, candidates(record)
     has_more = len(record.trials) + len(record.damaged) < record.spec.num_trials
     if has_more and not any(run.status == "finished" for run in record.trials):
         return f"{_why_none(record)} Not all has begun: `{command_for('resume', record.folder)}` goes on.", ""
-    figures = {name: run.figures for name, run in compared.items() if run.figures is not None}
-    values = {name: objective.value(compared[name].epochs[-1].epoch, each) for name, each in figures.items()}
+    performance = {name: run.performance for name, run in compared.items() if run.performance is not None}
+    values = {name: objective.value(compared[name].epochs[-1].epoch, each) for name, each in performance.items()}
     if not values:
         return _why_none(record), ""
     winner = max(values, key=lambda name: values[name])  # the trial wins ties
     sentence = _why_none(record)
     if best is not None:
-        texts = {name: _figure_text(objective.name, each, objective.goal) for name, each in figures.items()}
+        texts = {name: _figure_text(objective.name, each, objective.goal) for name, each in performance.items()}
         own = texts.pop(best.name)
         sentence = f"The best trial, {best.name}, has {own}{''.join(f', {n.upper()} {t}' for n, t in texts.items())}."
         if objective.name != "metric" and (unlike := _unlike(record.spec.base)):
@@ -182,16 +182,16 @@ def _unlike(spec: RunSpec) -> str:
     return f"trials train on {spec.ranks_text}, baselines on one: compare {spec.goal.words}, not times and scores"
 
 
-def _figure_text(objective: str, figures: Figures, goal: Goal) -> str:
+def _figure_text(objective: str, performance: Performance, goal: Goal) -> str:
     """Returns the figure that the search optimized, as text."""
     match objective:
         case "metric":
-            return f"{goal.words} {goal.text(figures.metric)}"
+            return f"{goal.words} {goal.text(performance.metric)}"
         case "time":
-            return f"{figures.seconds:.4g} s an epoch"
+            return f"{performance.seconds:.4g} s an epoch"
         case "memory":
-            return f"a peak of {figures.peak_gb:.4g} GB"
-    return f"score {figures.score:.4g}"
+            return f"a peak of {performance.peak_gb:.4g} GB"
+    return f"score {performance.score:.4g}"
 
 
 def _why_none(record: SearchRecord) -> str:
@@ -224,9 +224,11 @@ def importance(record: SearchRecord) -> str:
     epoch, judged = grace_epochs(record.spec.base.recipe.epochs), list[tuple[float, dict[str, float]]]()
     for run in record.trials:
         at = {scale.name: scale.position(run.spec.control) for scale in dimensions(record.spec.optional)}
-        figures = next((figures_of(each, record.spec.base.goal) for each in run.epochs if each.epoch == epoch), None)
-        if figures is not None and all(map(math.isfinite, at.values())):
-            judged.append((record.objective.value(epoch, figures), at))
+        performance = next(
+            (performance_of(each, record.spec.base.goal) for each in run.epochs if each.epoch == epoch), None
+        )
+        if performance is not None and all(map(math.isfinite, at.values())):
+            judged.append((record.objective.value(epoch, performance), at))
     values = sorted({value for value, _ in judged})
     if len(judged) < MIN_TRIALS or len(values) < 2:
         return ""
@@ -248,27 +250,27 @@ def importance(record: SearchRecord) -> str:
 def outcomes(record: SearchRecord) -> list[Series]:
     """Returns the series to plot: trials by outcome (pruned ones as of then), Pareto front, best trial, baselines."""
     best, compared = best_trial(record), candidates(record)
-    pruned, poor, good = list[Figures](), list[Figures](), list[Figures]()
+    pruned, poor, good = list[Performance](), list[Performance](), list[Performance]()
     for run in (compared.get(trial.name, trial) for trial in record.trials):
-        if run.figures is not None and run.status in ("finished", "stopped"):
-            outcome = poor if record.objective.shortfall(run.epochs[-1].epoch, run.figures.metric) else good
-            (pruned if run.status == "stopped" else outcome).append(run.figures)
+        if run.performance is not None and run.status in ("finished", "stopped"):
+            outcome = poor if record.objective.shortfall(run.epochs[-1].epoch, run.performance.metric) else good
+            (pruned if run.status == "stopped" else outcome).append(run.performance)
     hollow: dict[str, Any] = {"marker": "o", "markerfacecolor": "none"}
     front = {"marker": "o", "color": NAVY, "linestyle": "-", "linewidth": 1.6, "drawstyle": "steps-post"}
     series = [
         Series(label="stopped early (pruned)", points=pruned, look={"marker": "x", "color": GRAY, "alpha": 0.7}),
         Series(label="trial beyond the margin", points=poor, look={**hollow, "color": GRAY}),
         Series(label="trial", points=good, look={"marker": "o", "color": BLUE, "alpha": 0.55}),
-        Series(label="beaten by no other trial", points=good, look=front, is_front=True),
+        Series(label="Pareto front of the trials", points=good, look=front, is_front=True),
     ]
     for name, run in compared.items():
-        figures = [] if run.figures is None else [run.figures]
+        performance = [] if run.performance is None else [run.performance]
         if best is not None and name == best.name:
-            label = f"best: {name}, score {figures[0].score:.4g}"
+            label = f"best: {name}, score {performance[0].score:.4g}"
             look = {**hollow, "color": NAVY, "markersize": 14.0, "markeredgewidth": 1.6}
         else:
             label = name.upper()
             marker, color = METHOD_STYLES[name]
             look = {"marker": marker, "color": color, "markersize": 9.0, "markeredgecolor": "white"}
-        series.append(Series(label=label, points=figures, look=look))
+        series.append(Series(label=label, points=performance, look=look))
     return [each for each in series if each.points]

@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"[+-]?(\d[\d,]*(\.\d+)?(e[+-]?\d+)?|inf)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class TextTable:
     """Header and rows of a table, a title above it and a note below it."""
 
     header: Sequence[str]

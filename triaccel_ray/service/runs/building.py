@@ -136,7 +136,7 @@ def fitted_control(spec: RunSpec, num_samples: int) -> ControlConfig:
     )
 
 
-def samples_of(spec: RunSpec, task: Task, splits: Splits | None = None) -> tuple[Splits, DataSource]:
+def samples_of(spec: RunSpec, task: Task, splits: Splits | None) -> tuple[Splits, DataSource]:
     """Returns the run's samples, and those that judge it at its end: of a final run the test set.
 
     Held-out samples are moved once, not at every evaluation. `splits` are those for the run's purpose, if loaded.

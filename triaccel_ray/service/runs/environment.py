@@ -20,8 +20,8 @@ from triaccel_ray.service.units import format_bytes
 CUDA_CONTEXT_BYTES = 100 * 2**20
 """Least GPU memory that a process holds before its first tensor; 200 to 500 MiB on most GPUs."""
 RESERVE_BYTES = 512 * MIB
-"""Memory that each process sharing a device leaves free: CUDA modules may load between two updates of the memory cap,
-and a driver that hides processes also hides their CUDA contexts."""
+"""Memory that each process sharing a device leaves free. CUDA modules may load between two updates of the memory cap.
+A driver that hides processes also hides their CUDA contexts."""
 COMMIT = "commit"
 """Key in a run's first record for the git commit of the user's working directory."""
 COMMIT_VARIABLE = "TRIACCEL_COMMIT"
@@ -89,7 +89,7 @@ def cap_memory_share(device: torch.device, num_sharing: int, budget_bytes: int |
 
 
 def start_record(
-    spec: RunSpec, control: ControlConfig, device: torch.device, memory: MemoryMeter, world_size: int = 1
+    spec: RunSpec, control: ControlConfig, device: torch.device, memory: MemoryMeter, world_size: int
 ) -> Start:
     """Returns the first record of a run: its settings, the hardware and versions, and the limit of `memory`."""
     info = {"task": spec.task, "method": spec.method, "seed": str(spec.seed), "purpose": spec.purpose.value}

@@ -44,5 +44,5 @@ class Follower(Worker):
 
     def _seed(self) -> None:
         """Seeds the generators of this rank: with rank 0's states, it would drop out the same units."""
-        place = (self.spec.seed, self.ranks.rank, self.loop.sampler.epoch)
-        seed_everything(hash(place) % 2**32)  # a hash of integers is the same in all processes
+        key = (self.spec.seed, self.ranks.rank, self.loop.sampler.epoch)
+        seed_everything(hash(key) % 2**32)  # a hash of integers is the same in all processes

@@ -23,13 +23,18 @@ from triaccel_ray.apply.agreement import PeerError
 from triaccel_ray.distributed.ranks import LostRankError
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, picklable
-from triaccel_ray.service.runs.controller import EndOnFailure, InterfaceConfig, RankFailedError, TooManyLossesError
+from triaccel_ray.service.runs.checkpointing import CheckpointPolicy, train_epoch
 from triaccel_ray.service.runs.follower import Follower
 from triaccel_ray.service.runs.mailbox import Mailbox, Progress
 from triaccel_ray.service.runs.processes import end_with_parent
-from triaccel_ray.service.runs.saving import SavingPolicy, train_epoch
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.train_controller import (
+    EndOnFailure,
+    NetworkInterfaceConfig,
+    RankFailedError,
+    TooManyLossesError,
+)
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.training_folder import TrainingFolder
@@ -51,7 +56,7 @@ _RANKS_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupJob:
+class GroupSetup:
     """What every rank needs to train a run."""
 
     spec: RunSpec
@@ -63,13 +68,13 @@ class GroupJob:
 class Group:
     """The ranks of one run, as its trial sees them; a thread waits for Ray Train meanwhile."""
 
-    def __init__(self, job: GroupJob) -> None:
+    def __init__(self, setup: GroupSetup) -> None:
         """Starts the ranks."""
-        release_gpus(job.place)  # of a group whose trial was lost
+        release_gpus(setup.place)  # of a group whose trial was lost
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._mailbox: Any = ray.remote(Mailbox).options(num_cpus=0, scheduling_strategy=here).remote()
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._fit, args=(job,), name="ray-train", daemon=True)
+        self._thread = threading.Thread(target=self._fit, args=(setup,), name="ray-train", daemon=True)
         self._thread.start()
 
     @property
@@ -79,7 +84,7 @@ class Group:
         return has_begun
 
     def next_progress(self) -> Progress:
-        """Has the ranks train one epoch, and returns how far the run is; an epoch that was reported is not again.
+        """Has the ranks train one epoch, and returns how far the run is; each epoch is reported once.
 
         Raises:
             PreemptedError: processes were lost too often, without an epoch in between.
@@ -103,27 +108,27 @@ class Group:
             os._exit(1)
         ray.kill(self._mailbox)
 
-    def _fit(self, job: GroupJob) -> None:
+    def _fit(self, setup: GroupSetup) -> None:
         try:
             with TemporaryDirectory(prefix="triaccel-train-", ignore_cleanup_errors=True) as folder:
-                _trainer(job, self._mailbox, folder).fit()
+                _trainer(setup, self._mailbox, folder).fit()
         except Exception as error:  # raised by `next_progress`, in the trial's own thread
             self._error = error
         ray.get(self._mailbox.end.remote())
 
 
-def _trainer(job: GroupJob, mailbox: Any, folder: str) -> Any:
+def _trainer(setup: GroupSetup, mailbox: Any, folder: str) -> Any:
     """Returns the trainer that runs the group; it writes to `folder`, nothing of which is needed later."""
-    least, most = job.spec.gpu_range
-    wait_s = _WAIT_FOR_GPUS_S if least == most else _WAIT_FOR_GPUS_ELASTIC_S
+    min_ranks, max_ranks = setup.spec.gpu_range
+    wait_s = _WAIT_FOR_GPUS_S if min_ranks == max_ranks else _WAIT_FOR_GPUS_ELASTIC_S
     os.environ.update(_RAY_TRAIN, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(wait_s))  # the process may train another
     return TorchTrainer(
-        functools.partial(train_rank, job, mailbox),
-        torch_config=InterfaceConfig(),
+        functools.partial(train_rank, setup, mailbox),
+        torch_config=NetworkInterfaceConfig(),
         scaling_config=ScalingConfig(
-            num_workers=most if least == most else (least, most),
-            use_gpu=job.on_gpus,
-            resources_per_worker={"CPU": 1.0, "GPU": 1.0} if job.on_gpus else {"CPU": 1.0},
+            num_workers=max_ranks if min_ranks == max_ranks else (min_ranks, max_ranks),
+            use_gpu=setup.on_gpus,
+            resources_per_worker={"CPU": 1.0, "GPU": 1.0} if setup.on_gpus else {"CPU": 1.0},
             elastic_resize_monitor_interval_s=RESIZE_INTERVAL_S,
         ),
         run_config=RunConfig(  # type: ignore[arg-type]  # `TorchTrainer` declares the class of an older API
@@ -137,7 +142,7 @@ def _trainer(job: GroupJob, mailbox: Any, folder: str) -> Any:
     )
 
 
-def train_rank(job: GroupJob, mailbox: Any) -> None:
+def train_rank(setup: GroupSetup, mailbox: Any) -> None:
     """Trains the run on one rank of the initialized process group.
 
     Raises:
@@ -146,7 +151,7 @@ def train_rank(job: GroupJob, mailbox: Any) -> None:
     """
     end_with_parent()
     try:
-        _train(job, mailbox)
+        _train(setup, mailbox)
     except LostRankError:
         raise
     except Exception as error:
@@ -154,27 +159,31 @@ def train_rank(job: GroupJob, mailbox: Any) -> None:
         raise RankFailedError(str(told)[:500], pickle.dumps(told), isinstance(error, PeerError)) from None
 
 
-def _train(job: GroupJob, mailbox: Any) -> None:
+def _train(setup: GroupSetup, mailbox: Any) -> None:
     """Trains epochs while the trial wants more, and finishes the run after the last one.
 
     Rank 0 alone opens, writes and uploads the run's folder.
     """
-    folder, saving, leads = TrainingFolder(job.place), SavingPolicy(), ray.train.get_context().get_world_rank() == 0
-    splits = None if job.shared is None else ray.get(job.shared)
+    folder, policy, leads = (
+        TrainingFolder(setup.place),
+        CheckpointPolicy(),
+        ray.train.get_context().get_world_rank() == 0,
+    )
+    splits = None if setup.shared is None else ray.get(setup.shared)
     with contextlib.ExitStack() as stack:
         if leads:
-            _internal_kv_put(_key_of(job.place), pickle.dumps(get_current_placement_group()), overwrite=True)
+            _internal_kv_put(_key_of(setup.place), pickle.dumps(get_current_placement_group()), overwrite=True)
             stack.callback(folder.close)
             folder.open()
-            worker = Worker(job.spec, folder.path, splits)
+            worker = Worker(setup.spec, folder.path, splits)
         else:
-            worker = Follower(replace(job.spec, keep=None), folder.path, splits)
+            worker = Follower(replace(setup.spec, keep=None), folder.path, splits)
         stack.callback(worker.close)
         try:
             worker.resume()
             folder.push_soon()
             while not worker.ranks.any(leads and not ray.get(mailbox.may_train.remote())):
-                progress = train_epoch(worker, folder, saving)
+                progress = train_epoch(worker, folder, policy)
                 if leads:
                     ray.get(mailbox.report.remote(progress))
                 if progress.finished:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from triaccel_ray.service.runs.objective import Figures
+from triaccel_ray.service.runs.objective import Performance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +13,7 @@ class Progress:
     """How far a run is, after an epoch."""
 
     epoch: int
-    figures: Figures | None
+    performance: Performance | None
     finished: bool
 
 

@@ -13,7 +13,7 @@ from triaccel_ray.records.goal import Goal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class Performance:
     """Measured figures of a configuration after an epoch."""
 
     metric: float
@@ -27,12 +27,12 @@ class Figures:
 
 ObjectiveName = Literal["score", "metric", "time", "memory", "pareto"]
 
-_VALUES: Final[Mapping[ObjectiveName, Callable[[Figures, Goal], float]]] = {
-    "score": lambda figures, goal: figures.score,
-    "metric": lambda figures, goal: quality(figures.metric, goal),
-    "time": lambda figures, goal: 1.0 / figures.seconds,
-    "memory": lambda figures, goal: 1.0 / figures.peak_gb,
-    "pareto": lambda figures, goal: figures.score,
+_VALUES: Final[Mapping[ObjectiveName, Callable[[Performance, Goal], float]]] = {
+    "score": lambda performance, goal: performance.score,
+    "metric": lambda performance, goal: quality(performance.metric, goal),
+    "time": lambda performance, goal: 1.0 / performance.seconds,
+    "memory": lambda performance, goal: 1.0 / performance.peak_gb,
+    "pareto": lambda performance, goal: performance.score,
 }
 
 _CHANCE: Final = 1.0
@@ -70,8 +70,8 @@ class Objective:
     @classmethod
     def against(cls, amp: Sequence[Epoch], goal: Goal, *, name: ObjectiveName = "score", margin: float = 1.0) -> Self:
         """Returns the objective that is constrained by the AMP baseline's metric after each epoch."""
-        figures = (epoch.held_out(goal) for epoch in amp)
-        reference = tuple(figure for figure in figures if figure is not None)  # of trials, that is each of them
+        metrics = (epoch.held_out(goal) for epoch in amp)
+        reference = tuple(metric for metric in metrics if metric is not None)  # of trials, that is each of them
         return cls(name=name, margin=margin, reference=reference, goal=goal)
 
     @property
@@ -102,17 +102,17 @@ class Objective:
     def _point(self, baseline: float) -> float:
         return 1.0 if self.goal.unit == "%" else max(abs(baseline) / 100.0, 1e-12)
 
-    def is_hopeless(self, epoch: int, figures: Figures) -> bool:
+    def is_hopeless(self, epoch: int, performance: Performance) -> bool:
         """Returns whether the shortfall exceeds both the margin and one point; never for `pareto`.
 
         A smaller shortfall may be the noise of one epoch.
         """
-        return self.name != "pareto" and self.shortfall(epoch, figures.metric) > max(self.margin, _CHANCE)
+        return self.name != "pareto" and self.shortfall(epoch, performance.metric) > max(self.margin, _CHANCE)
 
-    def value(self, epoch: int, figures: Figures) -> float:
+    def value(self, epoch: int, performance: Performance) -> float:
         """Returns the value that the search maximizes: the figure (positive) if feasible, else minus the shortfall.
 
         So infeasible configurations rank below all others, ordered by shortfall, and early epochs can be compared.
         """
-        shortfall = self.shortfall(epoch, figures.metric)
-        return -shortfall if shortfall > 0.0 else _VALUES[self.name](figures, self.goal)
+        shortfall = self.shortfall(epoch, performance.metric)
+        return -shortfall if shortfall > 0.0 else _VALUES[self.name](performance, self.goal)

@@ -26,8 +26,14 @@ from triaccel_ray.records.events import (
     read_events,
 )
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.failures import RESULTS, LogHistory, history_of, quarantine_damaged_log, reporting_full_disk
-from triaccel_ray.service.runs.objective import Figures
+from triaccel_ray.service.failures import (
+    CONFIGURATION_CAUSES,
+    LogHistory,
+    history_of,
+    quarantine_damaged_log,
+    reporting_full_disk,
+)
+from triaccel_ray.service.runs.objective import Performance
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import EVENTS, SPEC, read_value, write_value
 
@@ -81,7 +87,7 @@ class RunRecord:
     @property
     def has_outcome(self) -> bool:
         """Whether the run finished, or failed because of its configuration, so that a retry would fail again."""
-        return self.end is not None and (self.end.status == "finished" or self.end.cause in RESULTS)
+        return self.end is not None and (self.end.status == "finished" or self.end.cause in CONFIGURATION_CAUSES)
 
     @property
     def to_target(self) -> dict[str, float]:
@@ -100,13 +106,13 @@ class RunRecord:
         return {}
 
     @property
-    def figures(self) -> Figures | None:
+    def performance(self) -> Performance | None:
         """The figures of the whole run, with its final metric; None before the first evaluation."""
         results = self.end.results if self.end else {}
-        return figures_of(self.epochs[-1], self.start.goal, results) if self.epochs else None
+        return performance_of(self.epochs[-1], self.start.goal, results) if self.epochs else None
 
 
-def figures_of(epoch: Epoch, goal: Goal, results: Mapping[str, float] = MappingProxyType({})) -> Figures | None:
+def performance_of(epoch: Epoch, goal: Goal, results: Mapping[str, float] = MappingProxyType({})) -> Performance | None:
     """Returns the figures after an epoch, metric and seconds from `results` if present; None if not evaluated."""
     metric = results.get(goal.name, epoch.held_out(goal))
     if metric is None:
@@ -114,7 +120,7 @@ def figures_of(epoch: Epoch, goal: Goal, results: Mapping[str, float] = MappingP
     seconds = results.get("seconds_per_epoch") or epoch.typical_seconds or epoch.seconds
     peak_gb = epoch.peak_bytes / BYTES_PER_GB
     score = efficiency_score(metric, seconds, peak_gb, goal)
-    return Figures(metric=metric, seconds=seconds, peak_gb=peak_gb, score=score)
+    return Performance(metric=metric, seconds=seconds, peak_gb=peak_gb, score=score)
 
 
 def joules_after(last: Epoch | None, joules: float | None, spec: RunSpec) -> float | None:

@@ -55,7 +55,7 @@ def put_splits(splits: Splits) -> SharedSplits:
     try:
         return ray.put(splits)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise NotSharedError(f"something in it cannot travel ({error.__cause__ or error})") from error
+        raise NotSharedError(f"something in it cannot be pickled ({error.__cause__ or error})") from error
     finally:
         ray.util.deregister_serializer(Tensor)
 

@@ -90,15 +90,15 @@ class RunSpec:
         one_process = (*BASELINES, TUNE_BATCH)
         rule = f"method {self.method} trains in one process, as {', '.join(one_process)} do; leave it out"
         require(self.method not in one_process, "gpus", self.gpus, rule)
-        least, most = self.method_control.batch.minimum, self.gpu_range[1]
-        rule = f"must be at least the number of GPUs, {most}: each has a sample of every whole batch"
-        require(least >= most, "batch minimum (batch_min)", least, rule)
+        minimum, max_gpus = self.method_control.batch.minimum, self.gpu_range[1]
+        rule = f"must be at least the number of GPUs, {max_gpus}: each has a sample of every whole batch"
+        require(minimum >= max_gpus, "batch minimum (batch_min)", minimum, rule)
 
     @property
     def gpu_range(self) -> tuple[int, int]:
         """Fewest and most GPUs, or processes on CPUs, that train the run together."""
-        least, _, most = self.gpus.partition("..")
-        return int(least), int(most or least)
+        first, _, last = self.gpus.partition("..")
+        return int(first), int(last or first)
 
     @property
     def ranks_text(self) -> str:

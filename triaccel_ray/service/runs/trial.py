@@ -16,22 +16,22 @@ from ray import tune
 from triaccel_ray.measure.score import quality
 from triaccel_ray.records.events import End, LogError, TakenOverError
 from triaccel_ray.service.failures import (
-    RESULTS,
+    CONFIGURATION_CAUSES,
     DiskFullError,
     StoreError,
     cause_of,
-    failed,
+    failure_record,
     picklable,
     write_traceback,
 )
 from triaccel_ray.service.runs.batch_tuner import BatchTuner
-from triaccel_ray.service.runs.group import Group, GroupJob
+from triaccel_ray.service.runs.checkpointing import CheckpointPolicy, train_epoch
+from triaccel_ray.service.runs.group import Group, GroupSetup
 from triaccel_ray.service.runs.mailbox import Progress
 from triaccel_ray.service.runs.methods import TUNE_BATCH
-from triaccel_ray.service.runs.objective import Figures, Objective, grace_epochs
+from triaccel_ray.service.runs.objective import Objective, Performance, grace_epochs
 from triaccel_ray.service.runs.processes import end_with_parent, preload
-from triaccel_ray.service.runs.record import end_run, figures_of, read_if_begun
-from triaccel_ray.service.runs.saving import SavingPolicy, train_epoch
+from triaccel_ray.service.runs.record import end_run, performance_of, read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker
@@ -40,18 +40,18 @@ from triaccel_ray.service.storage.training_folder import TrainingFolder, editing
 
 _logger = logging.getLogger(__name__)
 
-NAME = "trial"
+NAME_KEY = "trial"
 """Key of a configuration: the name of the trial's folder."""
-ENDED = "ended"
+ENDED_KEY = "ended"
 """Key of a configuration: whether the trial had ended, as far as its search knew when it was interrupted."""
-FINISHED = "finished"
+FINISHED_KEY = "finished"
 """Key of a result: whether the trial ended by itself, after its last epoch or with a failure."""
 FAILED_OBJECTIVE = -1e9
 """Objective of a configuration that diverged or did not fit in memory: below that of any other."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunContext:
+class TrialContext:
     """Settings shared by a set of trials."""
 
     place: StoragePath
@@ -80,9 +80,9 @@ class RunTrial(tune.Trainable):
     _unreported: deque[dict[str, Any]] | None
     """Results from the log still to be reported to Tune; None before the first step."""
 
-    def setup(self, config: dict[str, Any], context: RunContext) -> None:  # type: ignore[override]  # with_parameters
+    def setup(self, config: dict[str, Any], context: TrialContext) -> None:  # type: ignore[override]  # with_parameters
         """Stores the spec of the run; the first step that trains builds its worker."""
-        self._context, self._saving = context, SavingPolicy()
+        self._context, self._checkpoint_policy = context, CheckpointPolicy()
         self._configure(config)
         end_with_parent()
         if not self._spec.is_distributed:
@@ -128,9 +128,9 @@ class RunTrial(tune.Trainable):
 
     def _configure(self, config: dict[str, Any]) -> None:
         self._spec = self._context.spec_of(config)
-        self._place = self._context.place / config.get(NAME, self.trial_id)
+        self._place = self._context.place / config.get(NAME_KEY, self.trial_id)
         self._folder = TrainingFolder(self._place)
-        self._has_ended, self._unreported = config.get(ENDED, False), None
+        self._has_ended, self._unreported = config.get(ENDED_KEY, False), None
 
     def _results_in_log(self, folder: Path) -> list[dict[str, Any]]:
         """Returns the results of the epochs in the folder's log; the last is marked done if the trial has ended."""
@@ -143,19 +143,19 @@ class RunTrial(tune.Trainable):
         is_finished = run.status == "finished"
         if self._context.objective is None and not is_finished:  # a caller that reruns it knows how it ended
             return []
-        results = [self._result(epoch.epoch, figures_of(epoch, run.start.goal)) for epoch in run.epochs]
+        results = [self._result(epoch.epoch, performance_of(epoch, run.start.goal)) for epoch in run.epochs]
         if run.end is not None and run.end.status == "failed":
             return [*results, _failed_result(run.end.cause, run.end.message)]
         if results and (self._has_ended or is_finished or results[-1]["done"]):
-            results[-1] |= {"done": True, FINISHED: is_finished}
+            results[-1] |= {"done": True, FINISHED_KEY: is_finished}
             if run.end is None:  # pruned by the scheduler, and lost before it was logged
                 end_run(folder, None, End(status="stopped"))
         return results
 
     def _train(self) -> dict[str, Any]:
         progress = self._train_together() if self._spec.is_distributed else self._train_here()
-        result = self._result(progress.epoch, progress.figures)
-        return result | ({"done": True, FINISHED: True} if progress.finished else {})
+        result = self._result(progress.epoch, progress.performance)
+        return result | ({"done": True, FINISHED_KEY: True} if progress.finished else {})
 
     def _train_here(self) -> Progress:
         shared = self._context.shared
@@ -165,28 +165,30 @@ class RunTrial(tune.Trainable):
             self._worker = kind(self._spec, self._folder.path, splits)
             self._worker.resume()
             self._folder.push_soon()
-        return train_epoch(self._worker, self._folder, self._saving)
+        return train_epoch(self._worker, self._folder, self._checkpoint_policy)
 
     def _train_together(self) -> Progress:
         if self._group is None:
             context, place = self._context, self._place
-            self._group = Group(GroupJob(spec=self._spec, place=place, on_gpus=context.on_gpus, shared=context.shared))
+            self._group = Group(
+                GroupSetup(spec=self._spec, place=place, on_gpus=context.on_gpus, shared=context.shared)
+            )
         return self._group.next_progress()
 
-    def _result(self, epoch: int, figures: Figures | None) -> dict[str, Any]:
+    def _result(self, epoch: int, performance: Performance | None) -> dict[str, Any]:
         """Returns what Tune hears of an epoch; a trial that is too far behind AMP is done without having finished."""
-        result: dict[str, Any] = {"epoch": epoch, "done": False, FINISHED: False}
+        result: dict[str, Any] = {"epoch": epoch, "done": False, FINISHED_KEY: False}
         objective = self._context.objective
-        if objective is None or figures is None:
+        if objective is None or performance is None:
             return result
         return {
             **result,
-            "quality": quality(figures.metric, objective.goal),
-            "seconds_per_epoch": figures.seconds,
-            "peak_gb": figures.peak_gb,
-            "score": figures.score,
-            "objective": objective.value(epoch, figures),
-            "done": epoch >= grace_epochs(self._spec.recipe.epochs) and objective.is_hopeless(epoch, figures),
+            "quality": quality(performance.metric, objective.goal),
+            "seconds_per_epoch": performance.seconds,
+            "peak_gb": performance.peak_gb,
+            "score": performance.score,
+            "objective": objective.value(epoch, performance),
+            "done": epoch >= grace_epochs(self._spec.recipe.epochs) and objective.is_hopeless(epoch, performance),
         }
 
     def _failure(self, error: Exception) -> dict[str, Any]:
@@ -213,11 +215,11 @@ class RunTrial(tune.Trainable):
                     write_traceback(folder, error)
                     run = read_if_begun(folder) if has_begun else None
                     if run is None or run.end is None:  # else rank 0 has ended it
-                        end_run(folder, self._spec, failed(error))
+                        end_run(folder, self._spec, failure_record(error))
             self._upload()
         if not is_in_search:
             return {**result, "error": picklable(error) if group is None else error, "is_refused": is_refused}
-        if cause not in RESULTS:
+        if cause not in CONFIGURATION_CAUSES:
             raise error
         return result
 
@@ -234,9 +236,15 @@ def _failed_result(cause: str, message: str) -> dict[str, Any]:
 
     `unfinished` is the cause, if the configuration is not to blame. Figures are so bad that a search avoids it.
     """
-    figures = {"quality": 0.0, "seconds_per_epoch": 1e9, "peak_gb": 1e9, "score": 0.0, "objective": FAILED_OBJECTIVE}
-    unfinished = "" if cause in RESULTS else cause
-    return {**figures, "done": True, FINISHED: True, "unfinished": unfinished, "message": message}
+    performance = {
+        "quality": 0.0,
+        "seconds_per_epoch": 1e9,
+        "peak_gb": 1e9,
+        "score": 0.0,
+        "objective": FAILED_OBJECTIVE,
+    }
+    unfinished = "" if cause in CONFIGURATION_CAUSES else cause
+    return {**performance, "done": True, FINISHED_KEY: True, "unfinished": unfinished, "message": message}
 
 
 def reopen(folder: Path) -> None:

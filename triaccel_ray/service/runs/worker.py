@@ -27,7 +27,7 @@ from triaccel_ray.records.goal import LOSS
 from triaccel_ray.service.failures import (
     NonFiniteLossError,
     cause_of,
-    failed,
+    failure_record,
     keep_replaced,
     reporting_full_disk,
     require_finite_result,
@@ -35,8 +35,8 @@ from triaccel_ray.service.failures import (
 )
 from triaccel_ray.service.runs.building import build_loop, fitted_control, samples_of, seed_everything
 from triaccel_ray.service.runs.environment import cap_memory_share, start_record
-from triaccel_ray.service.runs.objective import Figures
-from triaccel_ray.service.runs.record import JOULES, ONE_VIEW, RunLog, figures_of, is_spec_of, joules_after
+from triaccel_ray.service.runs.objective import Performance
+from triaccel_ray.service.runs.record import JOULES, ONE_VIEW, RunLog, is_spec_of, joules_after, performance_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trained_model import TrainedModel
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED
@@ -77,9 +77,9 @@ class Worker:
         """The last epoch's record."""
 
     @property
-    def figures(self) -> Figures | None:
+    def performance(self) -> Performance | None:
         """The figures after the last epoch, on the validation samples; None if no epoch was evaluated on them."""
-        return None if self.last is None else figures_of(self.last, self.spec.goal)
+        return None if self.last is None else performance_of(self.last, self.spec.goal)
 
     @property
     def finished(self) -> bool:
@@ -204,7 +204,7 @@ class Worker:
     def fail(self, error: Exception) -> None:
         """Ends the log of a run that failed with `error`, and writes the traceback beside it."""
         write_traceback(self.folder, error)
-        self.log.append(failed(error))
+        self.log.append(failure_record(error))
 
     def close(self) -> None:
         """Frees model, data and memory, and closes the log; raises DiskFullError if there is no room for it."""

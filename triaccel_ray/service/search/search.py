@@ -18,14 +18,14 @@ from triaccel_ray.records.events import Claim, LogError, read_events
 from triaccel_ray.search_spaces.thresholds import Calibration, calibration, thresholds
 from triaccel_ray.search_spaces.tuned import Result, TunedThresholds
 from triaccel_ray.service.cli.options import command_for
+from triaccel_ray.service.runs.launch import fit, num_groups, run_all
 from triaccel_ray.service.runs.objective import Objective, grace_epochs
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun, read_run
-from triaccel_ray.service.runs.runs import fit, num_groups, run_all
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.runs.trial import RunContext, reopen
+from triaccel_ray.service.runs.trial import TrialContext, reopen
+from triaccel_ray.service.search.searcher import JournaledSearcher
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.search.suggestions import JournaledSearch
 from triaccel_ray.service.storage.layout import (
     BASELINES,
     EVENTS,
@@ -83,7 +83,7 @@ class SearchRecord:
         return Objective(name=self.spec.objective, goal=self.spec.base.goal)
 
 
-def prepare(spec: SearchSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None = None) -> Prepared:
+def prepare(spec: SearchSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None) -> Prepared:
     """Runs the FP32 and AMP baselines and the probe unless they have finished; returns what the trials need of them.
 
     Raises:
@@ -145,7 +145,7 @@ def tune_trials(
     def spec_of(config: Mapping[str, Any]) -> RunSpec:
         return replace(base, control=thresholds(config, base.control, prepared.calibration))
 
-    context = RunContext(place=trials, spec_of=spec_of, objective=prepared.objective, shared=shared)
+    context = TrialContext(place=trials, spec_of=spec_of, objective=prepared.objective, shared=shared)
     for trial in trials.folder.glob("*"):
         with editing_log(trials / trial.name) as log:
             reopen(log)
@@ -153,17 +153,17 @@ def tune_trials(
     pruner = ASHAScheduler(
         "epoch", "objective", "max", max_t=epochs, grace_period=grace_epochs(epochs), reduction_factor=3
     )
-    suggestions = JournaledSearch(spec, place, claim)
+    searcher = JournaledSearcher(spec, place, claim)
     config = tune.TuneConfig(
-        search_alg=suggestions,
+        search_alg=searcher,
         scheduler=FIFOScheduler() if spec.objective == "pareto" else pruner,
         num_samples=spec.num_trials,
         reuse_actors=True,
         max_concurrent_trials=num_groups(base, num_gpus),
     )
     fit(context, config, num_gpus=num_gpus)
-    if suggestions.failure is not None:
-        raise suggestions.failure
+    if searcher.failure is not None:
+        raise searcher.failure
     pull_run(trials)
 
 
@@ -203,7 +203,7 @@ def ranked(record: SearchRecord) -> list[tuple[float, RunRecord]]:
 
     Finished trials come before stopped ones, whose figures may be those of three epochs.
     """
-    valued = [(_value(record, run), run) for run in record.trials if run.figures is not None]
+    valued = [(_value(record, run), run) for run in record.trials if run.performance is not None]
     return sorted(valued, key=lambda pair: (pair[1].status != "finished", -pair[0], pair[1].name))
 
 
@@ -233,8 +233,8 @@ def best_repeats(record: SearchRecord) -> dict[str, RunRecord]:
 
 def _value(record: SearchRecord, run: RunRecord) -> float:
     """Returns the objective value of a run; minus infinity without figures."""
-    figures = run.figures
-    return -math.inf if figures is None else record.objective.value(run.epochs[-1].epoch, figures)
+    performance = run.performance
+    return -math.inf if performance is None else record.objective.value(run.epochs[-1].epoch, performance)
 
 
 def to_be_repeated(record: SearchRecord) -> dict[str, RunSpec]:
@@ -281,10 +281,13 @@ def tuned_thresholds_of(record: SearchRecord) -> TunedThresholds | None:
 
 
 def _result(run: RunRecord) -> Result:
-    figures = run.figures
-    assert figures is not None  # since it is a finished run on validation samples
+    performance = run.performance
+    assert performance is not None  # since it is a finished run on validation samples
     return Result(
-        metric=figures.metric, seconds_per_epoch=figures.seconds, peak_gb=figures.peak_gb, score=figures.score
+        metric=performance.metric,
+        seconds_per_epoch=performance.seconds,
+        peak_gb=performance.peak_gb,
+        score=performance.score,
     )
 
 

@@ -7,7 +7,7 @@ raise StoreError while it is unreachable.
 
 A checkpoint counts the records of its log. Whoever downloads both must find at least as many in the log. So a log is
 uploaded before its checkpoint, but opened after it, and downloaded after it. The trained model is uploaded before the
-log and opened after it: if a log says how the run ended, the model is in the store.
+log and opened after it. So if a log says how the run ended, the model is in the store.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from triaccel_ray.service.storage.layout import (
     ERROR,
     EVENTS,
     FIXED_SETTING,
-    FOUND,
     JOURNAL,
     MODEL,
     PREPARED,
@@ -38,6 +37,7 @@ from triaccel_ray.service.storage.layout import (
     SETTINGS,
     SHIPPED,
     SPEC,
+    TUNED_THRESHOLDS,
 )
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp, Store
@@ -46,7 +46,7 @@ LOG_FILES = (SPEC, ERROR, DAMAGED, REPLACED, EVENTS)
 """Files to view a run, though not to resume it; the log is last because it says what the others hold."""
 RUN_FILES = (MODEL, *LOG_FILES, CHECKPOINT)
 """Files that a run uploads, in this order. Everything else stays on its machine."""
-PAGE_FILES = (SETTINGS, FOUND, REPORT)
+PAGE_FILES = (SETTINGS, TUNED_THRESHOLDS, REPORT)
 WRITER = ".writer"
 """File in the store that names the training folder in which a run continues."""
 COMMAND_FILES = (SEARCH, COMPARISON, PREPARED, FIXED_SETTING, JOURNAL, SHIPPED, *PAGE_FILES)
@@ -120,5 +120,5 @@ def naming_local_copy(place: StoragePath, folder: Path) -> Iterator[None]:
         command = shlex.join(["triaccel", "resume", whole, "--storage-path", place.storage])
         raise StoreError(
             f"not everything of {place} is in the store ({error}). Nothing is lost: it is in {folder} on this "
-            f"machine, and `{command}` typed here brings it there once the store answers"
+            f"machine, and `{command}` typed here uploads it once the store answers"
         ) from error

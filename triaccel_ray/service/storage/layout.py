@@ -35,7 +35,7 @@ PREPARED = "prepared.json"
 """What a search's baselines and probe say."""
 JOURNAL = "trials.jsonl"
 """Samples of a search, each written before its trial begins."""
-FOUND = "found.json"
+TUNED_THRESHOLDS = "found.json"
 """Best thresholds of a search."""
 FIXED_SETTING = "fixed.json"
 """Fixed setting that a comparison chose."""
@@ -59,7 +59,7 @@ def is_set_of_runs(folder: Path) -> bool:
     return any((folder / name).exists() for name in (SEARCH, COMPARISON))
 
 
-def begin(folder: Path, file: str, spec: Any) -> None:
+def create_with_spec(folder: Path, file: str, spec: Any) -> None:
     """Creates a new folder and writes `spec` to `file` in it; raises as `claiming_name`."""
     with claiming_name(folder):
         write_value(folder / file, spec)

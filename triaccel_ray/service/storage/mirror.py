@@ -10,9 +10,9 @@ from filelock import FileLock, Timeout
 
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import DiskFullError, StoreError, cause_of
-from triaccel_ray.service.storage.background import PATIENCE_S, Background, retry
 from triaccel_ray.service.storage.copies import COMMAND_FILES, LOG_FILES, naming_local_copy, pull, push
 from triaccel_ray.service.storage.layout import COMPARISON, EVENTS, SEARCH, folder_in_use, is_set_of_runs, name_in_use
+from triaccel_ray.service.storage.retrying import PATIENCE_S, RetryingThread, retry
 from triaccel_ray.service.storage.storage_path import StoragePath, is_plain_name
 from triaccel_ray.service.storage.store import Stamp, Store
 from triaccel_ray.service.storage.training_folder import TrainingFolder
@@ -58,7 +58,7 @@ def mirrored(place: StoragePath, *, patience_s: float = PATIENCE_S) -> Iterator[
         ) from None
     with lock:
         sync_all()
-        background = Background(sync, str(place), interval_s=INTERVAL_S)
+        background = RetryingThread(sync, str(place), interval_s=INTERVAL_S)
         try:
             yield
         except BaseException as error:

@@ -17,9 +17,9 @@ from pathlib import Path
 from filelock import FileLock
 
 from triaccel_ray.records.events import TakenOverError
-from triaccel_ray.service.storage.background import PATIENCE_S, Background, retry
 from triaccel_ray.service.storage.copies import LOG_FILES, RUN_FILES, WRITER, naming_local_copy, pull, push
 from triaccel_ray.service.storage.layout import EVENTS, PREVIOUS, write_atomically
+from triaccel_ray.service.storage.retrying import PATIENCE_S, RetryingThread, retry
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp, Store
 
@@ -31,13 +31,13 @@ class TrainingFolder:
         """Stores the arguments; `patience_s` is how long, in seconds, the store may be unreachable later."""
         self.path, self._place, self._patience_s = place.training_folder, place, patience_s
         self._writer_before: str | None = None
-        self._pushing: Background | None = None
+        self._pushing: RetryingThread | None = None
 
     def open(self, files: Sequence[str] = RUN_FILES) -> None:
         """Downloads `files` of the run, which may have begun on another machine, and starts background uploads."""
         if self._place.uri is not None:
             retry(lambda: self._download(files), self._patience_s)
-            self._pushing = Background(self.push, str(self._place))
+            self._pushing = RetryingThread(self.push, str(self._place))
 
     def push_soon(self) -> None:
         """Requests an upload of changed files in the background.
@@ -75,7 +75,7 @@ class TrainingFolder:
             if writer not in (None, own_name, self._writer_before):
                 raise TakenOverError(
                     f"{self._place}: another process has taken this run over, and goes on with it ({writer}); this one "
-                    "has ended and brings nothing more there"
+                    "has ended and uploads nothing more"
                 )
 
             def take_over() -> None:

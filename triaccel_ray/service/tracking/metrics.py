@@ -17,10 +17,10 @@ from triaccel_ray.records.events import End, Epoch, Start, Throughput, Tick
 from triaccel_ray.records.plan import Precision, Storage
 from triaccel_ray.service.runs.methods import BASELINES
 
-RESULT = "final/"
+RESULT_PREFIX = "final/"
 """Prefix of the metrics that hold a run's final results."""
 
-NAMED = ("task", "method", "seed", "kind", "space", "objective", "margin", "methods")
+INFO_PARAMS = ("task", "method", "seed", "kind", "space", "objective", "margin", "methods")
 """Entries of a start record's `info` that become params, besides tags."""
 
 _IN_EFFECT_WHEN_OFF: Mapping[str, tuple[str, ...]] = {"precision": ("initial",), "batch": ("start",)}
@@ -39,7 +39,7 @@ def metrics_of(record: Tick | Epoch | Throughput | End) -> dict[str, float]:
     elif isinstance(record, Throughput):
         values = _throughput_metrics(record)
     else:
-        values = {f"{RESULT}{legal_name(name)}": value for name, value in record.results.items()}
+        values = {f"{RESULT_PREFIX}{legal_name(name)}": value for name, value in record.results.items()}
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
@@ -53,12 +53,12 @@ def step_of(record: Tick | Epoch | Throughput | End) -> int:
 
 
 def params_of(start: Start) -> dict[str, str]:
-    """Returns the settings in effect: those in `NAMED`, the control loop's under dotted names, and the recipe.
+    """Returns the settings in effect: those in `INFO_PARAMS`, the control loop's under dotted names, and the recipe.
 
     A baseline trains without the control loop. A parent run has no settings of a single run.
     """
     method = start.info.get("method")
-    settings: dict[str, Any] = {name: start.info[name] for name in NAMED if name in start.info}
+    settings: dict[str, Any] = {name: start.info[name] for name in INFO_PARAMS if name in start.info}
     if method in BASELINES:
         settings["batch.start"] = start.control.batch.start
     elif method is not None:

@@ -20,21 +20,21 @@ from triaccel_ray.service.storage.layout import (
     EVENTS,
     FIGURES,
     FIXED_SETTING,
-    FOUND,
     REPORT,
     SHIPPED,
     SPEC,
+    TUNED_THRESHOLDS,
     write_value,
 )
 from triaccel_ray.service.tracking.log_position import Position, TruncatedLogError, lines_after
-from triaccel_ray.service.tracking.metrics import RESULT, metrics_of, params_of, step_of, tags_of
-from triaccel_ray.service.tracking.shipped import Shipped, read_shipped
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.metrics import RESULT_PREFIX, metrics_of, params_of, step_of, tags_of
+from triaccel_ray.service.tracking.shipment_state import ShipmentState, read_shipment_state
+from triaccel_ray.service.tracking.tracker import Tracker
 
-ARTIFACTS = (EVENTS, SPEC, FOUND, COMPARISON, FIXED_SETTING, REPORT, ERROR, FIGURES)
+ARTIFACTS = (EVENTS, SPEC, TUNED_THRESHOLDS, COMPARISON, FIXED_SETTING, REPORT, ERROR, FIGURES)
 """Files and folders of a run that are uploaded as artifacts when it ends."""
 
-LONGEST_PARAM = 6000
+MAX_PARAM_LENGTH = 6000
 """Characters of a param's value that MLflow accepts; longer values are truncated."""
 
 LOCK_TIMEOUT_S = 10.0
@@ -50,7 +50,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Label:
+class RunDescription:
     """Name, key and tags of a new MLflow run."""
 
     experiment: str
@@ -73,17 +73,17 @@ class Shipment:
     before it is created, and duplicates are deleted. Tags, artifacts and the final status overwrite themselves.
 
     MLflow cannot delete single values. If a resumed run's log lacks records that were shipped before, the log goes to
-    a new MLflow run of the same key and name, and the old one is deleted.
+    a new MLflow run of the same key and name. The old one is deleted.
     """
 
-    def __init__(self, tracker: Tracker, folder: Path, label: Label) -> None:
+    def __init__(self, tracker: Tracker, folder: Path, description: RunDescription) -> None:
         """Stores the arguments; `folder` must exist before anything is shipped."""
         self.folder = folder
-        self._tracker, self._label = tracker, label
+        self._tracker, self._description = tracker, description
         self._path = folder / EVENTS
         self._seen: tuple[int, int, int] | None = None
         """Inode, bytes and mtime (ns) of the log when it was last shipped to its end; None before."""
-        self._shipped: Shipped | None = None
+        self._shipped: ShipmentState | None = None
         """What has arrived; its MLflow run exists in the store. None until loaded, or if nothing was sent."""
 
     def open(self) -> str:
@@ -173,8 +173,8 @@ class Shipment:
         """Records that the log now goes to a new MLflow run from its start; a parent run keeps its MLflow run."""
         old = self._shipped
         assert old is not None
-        fresh = Shipped(store=old.store, key=old.key, experiment=old.experiment)
-        is_kept = self._label.is_parent
+        fresh = ShipmentState(store=old.store, key=old.key, experiment=old.experiment)
+        is_kept = self._description.is_parent
         self._write(replace(fresh, run_id=old.run_id) if is_kept else replace(fresh, replaces=old.run_id))
 
     def _ship_end(self, end: Event | None) -> int:
@@ -188,8 +188,10 @@ class Shipment:
         if end_ms == shipped_ms:
             return 0
         client = self._tracker.client
-        has_lost_its_end = shipped_ms is not None and not self._label.is_parent
-        if has_lost_its_end and any(name.startswith(RESULT) for name in client.get_run(self._run_id).data.metrics):
+        has_lost_its_end = shipped_ms is not None and not self._description.is_parent
+        if has_lost_its_end and any(
+            name.startswith(RESULT_PREFIX) for name in client.get_run(self._run_id).data.metrics
+        ):
             raise TruncatedLogError
         if end is not None:
             self._finish(end)
@@ -201,18 +203,18 @@ class Shipment:
 
     def _open(self, parent_id: str | None, start_ms: int) -> str:
         """Returns the run's id, creating it if needed; its key can be derived again if `mlflow.json` is lost."""
-        label = self._label
-        shipped = self._shipped or Shipped(
-            store=self._tracker.uri, key=f"{label.key}@{start_ms}", experiment=label.experiment
+        description = self._description
+        shipped = self._shipped or ShipmentState(
+            store=self._tracker.uri, key=f"{description.key}@{start_ms}", experiment=description.experiment
         )
         if shipped.run_id is not None:
             return shipped.run_id
         self._write(shipped)
-        name, tags = label.name, label.tags
+        name, tags = description.name, description.tags
         if shipped.replaces is not None:  # first: the key must identify one run
             name, tags = self._tracker.retire(shipped.replaces, name, tags)
         run_id = self._tracker.open_run(
-            label.experiment, name, key=shipped.key, tags=tags, parent_id=parent_id, start_ms=start_ms
+            description.experiment, name, key=shipped.key, tags=tags, parent_id=parent_id, start_ms=start_ms
         )
         self._save(run_id=run_id)
         return run_id
@@ -221,15 +223,15 @@ class Shipment:
         end, client, run_id = event.record, self._tracker.client, self._run_id
         assert isinstance(end, End)
         assert self._shipped is not None
-        outcome = "pruned" if end.status == "stopped" and self._label.is_pruned() else end.status
-        tags = {"outcome": outcome, **self._label.closing_tags()}
+        outcome = "pruned" if end.status == "stopped" and self._description.is_pruned() else end.status
+        tags = {"outcome": outcome, **self._description.closing_tags()}
         failure = ": ".join(filter(None, (end.cause, end.message)))
         if failure:
             tags["failure"] = failure
         self._log(tags=tags, metrics_of_events=[event])
         if not failure and "failure" in client.get_run(run_id).data.tags:  # left by an earlier end
             client.delete_tag(run_id, "failure")
-        if not self._label.is_parent:
+        if not self._description.is_parent:
             self._draw_figures()
         for path in (self.folder / name for name in ARTIFACTS):
             if path.is_dir():
@@ -272,7 +274,7 @@ class Shipment:
         self._tracker.client.log_batch(
             self._run_id,
             metrics=metrics,
-            params=[Param(name, value[:LONGEST_PARAM]) for name, value in (params or {}).items()],
+            params=[Param(name, value[:MAX_PARAM_LENGTH]) for name, value in (params or {}).items()],
             tags=[RunTag(name, value) for name, value in (tags or {}).items()],
             synchronous=True,
         )
@@ -283,15 +285,15 @@ class Shipment:
         Raises:
             ValueError: `mlflow.json` is damaged, or its run was deleted in MLflow.
         """
-        shipped = read_shipped(self.folder)
+        shipped = read_shipment_state(self.folder)
         if shipped is not None and shipped != self._shipped:
             # A SQLite file may have been moved together with the runs: the run's id decides, not the store's URI.
             if not self._has_run(shipped):
-                shipped = Shipped(store=shipped.store, key=shipped.key, experiment=self._label.experiment)
+                shipped = ShipmentState(store=shipped.store, key=shipped.key, experiment=self._description.experiment)
             shipped = replace(shipped, store=self._tracker.uri)
         self._shipped = shipped
 
-    def _has_run(self, shipped: Shipped) -> bool:
+    def _has_run(self, shipped: ShipmentState) -> bool:
         if shipped.run_id is None:
             return shipped.replaces is not None and shipped.store == self._tracker.uri
         run = self._tracker.find_run(shipped.run_id)
@@ -311,6 +313,6 @@ class Shipment:
         if changed != self._shipped:
             self._write(changed)
 
-    def _write(self, shipped: Shipped) -> None:
+    def _write(self, shipped: ShipmentState) -> None:
         write_value(self.folder / SHIPPED, shipped)
         self._shipped = shipped

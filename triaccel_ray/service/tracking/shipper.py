@@ -19,11 +19,11 @@ from pathlib import Path
 
 from triaccel_ray.service.failures import is_disk_full
 from triaccel_ray.service.storage.layout import BASELINES, EVENTS
-from triaccel_ray.service.tracking.shipment import Label, Shipment
-from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
+from triaccel_ray.service.tracking.shipment import RunDescription, Shipment
+from triaccel_ray.service.tracking.tracker import Tracker, TrackingUnavailableError
 
-LONGEST_PAUSE_S = 60.0
-LONGEST_MESSAGE = 500
+MAX_PAUSE_S = 60.0
+MAX_MESSAGE_LENGTH = 500
 _SQLITE_FULL = "database or disk is full"
 """SQLite's message, raised here or returned by a server."""
 
@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parent:
+class ParentRun:
     """The MLflow run of a search or comparison, the parent of the runs below its folder."""
 
     tags: Mapping[str, str] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Shipper:
     """Ships the event logs at and below a folder to MLflow; raises no exception, whatever the store does."""
 
     def __init__(
-        self, tracker: Tracker, root: Path, *, experiment: str, parent: Parent | None = None, interval_s: float = 2.0
+        self, tracker: Tracker, root: Path, *, experiment: str, parent: ParentRun | None = None, interval_s: float = 2.0
     ) -> None:
         """Stores the arguments; nothing is read or sent before `start`, `ship_once` or `flush`.
 
@@ -131,7 +131,7 @@ class Shipper:
         pause_s = self._interval_s
         while not self._stopping.wait(pause_s):
             self.ship_once()
-            longer_s = min(2.0 * pause_s, max(LONGEST_PAUSE_S, self._interval_s))
+            longer_s = min(2.0 * pause_s, max(MAX_PAUSE_S, self._interval_s))
             pause_s = self._interval_s if self.last_error is None else longer_s
         self.flush(self._timeout_s)
 
@@ -145,21 +145,21 @@ class Shipper:
 
     def _shipment(self, folder: Path) -> Shipment:
         if folder not in self._shipments:
-            self._shipments[folder] = Shipment(self._tracker, folder, self._label(folder))
+            self._shipments[folder] = Shipment(self._tracker, folder, self._description_of(folder))
         return self._shipments[folder]
 
-    def _label(self, folder: Path) -> Label:
+    def _description_of(self, folder: Path) -> RunDescription:
         root, parent = self._root, self._parent
         key = str(folder.relative_to(root.parent)).replace("'", "_")
-        label = Label(experiment=self._experiment, name=folder.name, key=key)
+        description = RunDescription(experiment=self._experiment, name=folder.name, key=key)
         if parent is None:
-            return label
+            return description
         if folder == root:
-            return replace(label, tags=parent.tags, is_parent=True, closing_tags=parent.closing_tags)
+            return replace(description, tags=parent.tags, is_parent=True, closing_tags=parent.closing_tags)
         if self._is_baseline(folder):
             tags = {"kind": "baseline", "search": root.name}
-            label = replace(label, name=f"{folder.name} of {root.name}", tags=tags)
-        return replace(label, is_pruned=lambda: folder.name in parent.pruned())
+            description = replace(description, name=f"{folder.name} of {root.name}", tags=tags)
+        return replace(description, is_pruned=lambda: folder.name in parent.pruned())
 
     def _is_baseline(self, folder: Path) -> bool:
         """Returns whether the run is a search's baseline; MLflow shows it beside the search, not as its child."""
@@ -175,7 +175,7 @@ class Shipper:
         else:  # SQLAlchemy may put a note first, and adds the statement with all values
             lines = (line for line in str(failure).strip().split("\n") if not line.startswith("(raised as a result of"))
             text = f"{type(failure).__name__}: {next(lines, '')}"
-        return f"{folder.name}: {text}"[:LONGEST_MESSAGE]
+        return f"{folder.name}: {text}"[:MAX_MESSAGE_LENGTH]
 
     def _report(self, error: str | None) -> None:
         if error is not None:

@@ -13,7 +13,7 @@ from triaccel_ray.service.tracking.log_position import Position
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shipped:
+class ShipmentState:
     """How much of one folder's log has arrived in MLflow: the content of its `mlflow.json`."""
 
     store: str
@@ -32,7 +32,7 @@ class Shipped:
     """Time of the end record shipped; None while the run continues."""
 
 
-def read_shipped(folder: Path) -> Shipped | None:
+def read_shipment_state(folder: Path) -> ShipmentState | None:
     """Returns how much of the log in `folder` has arrived; None if nothing was ever sent.
 
     Fields of other versions are ignored: records that they counted are shipped again, which changes nothing.
@@ -43,8 +43,10 @@ def read_shipped(folder: Path) -> Shipped | None:
     path = folder / SHIPPED
     if not path.exists():
         return None
-    known = {each.name for each in fields(Shipped)}
+    known = {each.name for each in fields(ShipmentState)}
     try:
-        return decode(Shipped, {name: value for name, value in json.loads(path.read_text()).items() if name in known})
+        return decode(
+            ShipmentState, {name: value for name, value in json.loads(path.read_text()).items() if name in known}
+        )
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise LogError(f"{path} cannot be read ({error}): delete it, the run is found by its tag") from error

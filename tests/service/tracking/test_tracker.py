@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.stores import Server
-from triaccel_ray.service.cli.options import Where
-from triaccel_ray.service.session import named_store, tracking_uri_of
+from tests.service.mlflow_server import Server
+from triaccel_ray.service.cli.options import Locations
+from triaccel_ray.service.locations import named_store, tracking_uri_of
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.service.tracking import tracking
-from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
+from triaccel_ray.service.tracking.tracker import Tracker, TrackingUnavailableError
 
 
 def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,9 +74,9 @@ def test_a_store_is_the_one_given_else_the_environments_else_a_file(monkeypatch:
     assert named_store(None) == "http://host:5000"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", " ")
     assert named_store(None) is None
-    assert tracking_uri_of(Where(storage_path=StoragePath("/runs"))) == "sqlite:////runs/mlflow.db"
+    assert tracking_uri_of(Locations(storage_path=StoragePath("/runs"))) == "sqlite:////runs/mlflow.db"
     with pytest.raises(TrackingUnavailableError, match="tracking uri = None"):
-        tracking_uri_of(Where(storage_path=StoragePath("s3://bucket/runs")))
+        tracking_uri_of(Locations(storage_path=StoragePath("s3://bucket/runs")))
 
 
 def test_a_server_answers_another_is_refused_and_one_that_hangs_is_not_waited_for(
@@ -91,7 +90,7 @@ def test_a_server_answers_another_is_refused_and_one_that_hangs_is_not_waited_fo
             Tracker(uri, tmp_path).check()
     with pytest.raises(TrackingUnavailableError, match=r"no MLflow server \(/health: 404\)"):
         Tracker(f"{server.uri}/elsewhere", tmp_path).check()
-    monkeypatch.setattr(tracking, "PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("triaccel_ray.service.tracking.tracker.PROBE_TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         tracker = Tracker(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path)
         with pytest.raises(TrackingUnavailableError, match="timed out"):

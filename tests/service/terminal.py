@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.stores import Recorded
+from tests.service.mlflow_server import Recorded
 from triaccel_ray.service.cli.main import main
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracker import Tracker
 
 
 @dataclass(frozen=True)
-class Desk:
-    """Where a user sits: a storage folder with its store, and a cluster."""
+class Terminal:
+    """Runs commands with one storage folder, its MLflow store, and one cluster."""
 
     storage: Path
     address: str

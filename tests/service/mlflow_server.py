@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.service.ray_head import free_ports
 from tests.service.waiting import wait_until
 from triaccel_ray.records.events import Interruption, Start, read_events
 from triaccel_ray.service.tracking.metrics import metrics_of, step_of
-from triaccel_ray.service.tracking.shipper import Parent, Shipper
-from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
+from triaccel_ray.service.tracking.shipper import ParentRun, Shipper
+from triaccel_ray.service.tracking.tracker import Tracker, TrackingUnavailableError
 
 
 @dataclass
@@ -135,12 +135,10 @@ def assert_equals_log(tracker: Tracker, run: Recorded, log: Path) -> int:
 
 def free_port() -> int:
     """Returns a free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
-def ship(tracker: Tracker, root: Path, experiment: str, parent: Parent | None = None) -> int:
+def ship(tracker: Tracker, root: Path, experiment: str, parent: ParentRun | None = None) -> int:
     """Ships as a new process would, that has read nothing yet."""
     shipper = Shipper(tracker, root, experiment=experiment, parent=parent)
     num_events = shipper.ship_once()

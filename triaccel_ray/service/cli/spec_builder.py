@@ -9,24 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from triaccel_ray.config import ControlConfig, require
+from triaccel_ray.service.cli.arguments import Compare, Replay, Run, Search, TrainingCommand, TuneBatch
 from triaccel_ray.service.cli.options import RUN_SETTINGS
 from triaccel_ray.service.cli.settings import changed, given
-from triaccel_ray.service.cli.specs import Compare, Replay, Run, Search, Trains, TuneBatch
 from triaccel_ray.service.compare.comparison import read_comparison
 from triaccel_ray.service.compare.spec import ComparisonSpec
+from triaccel_ray.service.locations import find, find_run
 from triaccel_ray.service.runs.methods import TUNE_BATCH
 from triaccel_ray.service.runs.record import read_spec
 from triaccel_ray.service.runs.spec import RunSpec, run_spec
 from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.search.spec import SearchSpec, dimensions
-from triaccel_ray.service.session import find, find_run
 from triaccel_ray.trainables.task import Purpose
 
 Given = Mapping[tuple[str, ...], Any]
 """Field path -> value, as returned by `settings.given`."""
 
 
-def spec_of(command: Trains) -> RunSpec | SearchSpec | ComparisonSpec:
+def spec_of(command: TrainingCommand) -> RunSpec | SearchSpec | ComparisonSpec:
     """Returns the spec of the run, search or comparison that the command asks for.
 
     Raises:
@@ -44,8 +44,8 @@ def spec_of(command: Trains) -> RunSpec | SearchSpec | ComparisonSpec:
     raise TypeError(f"{type(command).__name__} trains nothing")
 
 
-_OF_THE_ENGINE = ("initial", "allow_slow_precisions", "fp8")
-"""Options of the rule of precisions that say how a method computes which adapts none."""
+_PRECISION_SETTINGS_OF_EVERY_METHOD = ("initial", "allow_slow_precisions", "fp8")
+"""Settings of `precision` that a method on this engine uses even if it adapts no precision."""
 
 
 def _run_of(command: Run) -> RunSpec:
@@ -62,7 +62,7 @@ def _run_of(command: Run) -> RunSpec:
 
 
 def _require_used(spec: RunSpec, options: Given) -> None:
-    """Checks that the method uses the given options of rules, unless they turn a rule off.
+    """Checks that the method uses the given options of the precision and curvature rules; turning one off is allowed.
 
     Raises:
         ValueError: it does not.
@@ -71,7 +71,7 @@ def _require_used(spec: RunSpec, options: Given) -> None:
         return
     control = spec.method_control
     off = {("control", part) for part in ("precision", "curvature") if not getattr(control, part).enabled}
-    used = ("enabled",) if spec.is_baseline else ("enabled", *_OF_THE_ENGINE)
+    used = ("enabled",) if spec.is_baseline else ("enabled", *_PRECISION_SETTINGS_OF_EVERY_METHOD)
     for setting in RUN_SETTINGS.values():
         if setting.path in options and setting.path[:2] in off:
             rule = f"--method {spec.method} does not use it; leave it out, or give --method triaccel"
@@ -183,7 +183,7 @@ def _split(command: Search | Compare) -> tuple[dict[tuple[str, ...], Any], dict[
     return {path: common.pop(path) for path in given(command.main).keys() - runs_own}, common
 
 
-def _of_task(command: Trains, options: Given) -> RunSpec:
+def _of_task(command: TrainingCommand, options: Given) -> RunSpec:
     """Returns the run with the task's own settings; the task is loaded with the given folder of data files."""
     assert command.task is not None  # checked by `parsing.check`
     folder = options.get(("data_dir",))

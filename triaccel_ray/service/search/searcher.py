@@ -20,7 +20,7 @@ from ray.tune.search.optuna import OptunaSearch
 from triaccel_ray.records.events import Claim, LogError, TakenOverError
 from triaccel_ray.search_spaces.thresholds import ANCHOR, search_space
 from triaccel_ray.service.failures import DiskFullError, reporting_full_disk
-from triaccel_ray.service.runs.trial import ENDED, FINISHED, NAME
+from triaccel_ray.service.runs.trial import ENDED_KEY, FINISHED_KEY, NAME_KEY
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.storage.layout import JOURNAL
 from triaccel_ray.service.storage.mirror import upload
@@ -30,14 +30,14 @@ _PARETO: Final = {"quality": True, "seconds_per_epoch": False, "peak_gb": False}
 """Metrics of the objective `pareto` -> True to maximize one, False to minimize it."""
 
 
-class JournaledSearch(Searcher):
+class JournaledSearcher(Searcher):
     """Suggests samples drawn by Optuna; a resumed search first gets its journaled samples again, then new ones.
 
-    Each trial has its own sampler, so its sample depends only on seed, trial number and known results, and not on what
-    the process has drawn before.
+    Each trial has its own sampler. So its sample depends only on seed, trial number and known results, not on what the
+    process has drawn before.
     """
 
-    def __init__(self, spec: SearchSpec, place: StoragePath, claim: Claim | None = None) -> None:
+    def __init__(self, spec: SearchSpec, place: StoragePath, claim: Claim | None) -> None:
         """Reads the journal of the search at `place`, if there is one, and cuts off an incomplete last line.
 
         With a `claim` on the search's log, nothing is suggested or journaled once another process has taken it over.
@@ -83,10 +83,10 @@ class JournaledSearch(Searcher):
             self._study.sampler = TPESampler(n_startup_trials=num_startup, multivariate=True, seed=seed)
         trial = self._study.ask(fixed_distributions=self._space)
         if number >= self._num_known:
-            self._append({NAME: name, "sample": trial.params})
+            self._append({NAME_KEY: name, "sample": trial.params})
             upload(self._place, [JOURNAL])
         self._trials[trial_id] = name, trial
-        return {**trial.params, NAME: name, ENDED: name in self._ended}
+        return {**trial.params, NAME_KEY: name, ENDED_KEY: name in self._ended}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Reports a trial's intermediate result to Optuna, which uses it for sampling if the trial is pruned."""
@@ -102,14 +102,14 @@ class JournaledSearch(Searcher):
         if error or not result or result.get("unfinished"):
             self._study.tell(trial, state=TrialState.FAIL)
             return
-        if result[FINISHED] or len(self._metrics) > 1:
+        if result[FINISHED_KEY] or len(self._metrics) > 1:
             self._study.tell(trial, [result[metric] for metric in self._metrics])
         else:
             self.on_trial_result(trial_id, result)
             self._study.tell(trial, state=TrialState.PRUNED)
         if name not in self._ended:
             try:
-                self._append({NAME: name, ENDED: True})
+                self._append({NAME_KEY: name, ENDED_KEY: True})
             except (DiskFullError, TakenOverError) as failure:
                 # Raised here, Tune would take it for the trial's failure.
                 self.failure = failure
@@ -163,6 +163,6 @@ def _read(journal: Path) -> tuple[list[Mapping[str, Any]], frozenset[str]]:
     try:
         lines = [json.loads(line) for line in journal.read_bytes().split(b"\n")[:-1]]
         samples = [line["sample"] for line in lines if "sample" in line]
-        return samples, frozenset(line[NAME] for line in lines if ENDED in line)
+        return samples, frozenset(line[NAME_KEY] for line in lines if ENDED_KEY in line)
     except (ValueError, KeyError, TypeError) as error:
         raise LogError(f"{journal} cannot be read ({error}): restore it, or begin a new search") from error

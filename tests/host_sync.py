@@ -1,4 +1,4 @@
-"""How tests on a GPU make sure that the host does not wait for it."""
+"""Checks on a GPU that the host does not wait for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 @contextmanager
-def no_waiting() -> Iterator[None]:
+def no_host_sync() -> Iterator[None]:
     """Raises at whatever makes the host wait for the GPU."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch says once that it does not find every such call

@@ -8,8 +8,8 @@ from tests.service.records import RUN_SPEC
 from triaccel_ray.records.events import Claim, EventLog, LogError, TakenOverError
 from triaccel_ray.search_spaces.thresholds import ANCHOR, search_space
 from triaccel_ray.service.failures import DiskFullError
+from triaccel_ray.service.search.searcher import JournaledSearcher, ended_trials
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.search.suggestions import JournaledSearch, ended_trials
 from triaccel_ray.service.storage.layout import JOURNAL
 from triaccel_ray.service.storage.storage_path import StoragePath
 
@@ -17,12 +17,12 @@ SPEC = SearchSpec(base=RUN_SPEC, space="thresholds-absolute", num_trials=6)
 FIRST = {name: ANCHOR[name] for name in search_space(SPEC.space)}
 
 
-def search(folder: Path, claim: Claim | None = None) -> JournaledSearch:
+def search(folder: Path, claim: Claim | None = None) -> JournaledSearcher:
     folder.mkdir(exist_ok=True)
-    return JournaledSearch(SPEC, StoragePath.of(folder), claim)
+    return JournaledSearcher(SPEC, StoragePath.of(folder), claim)
 
 
-def carry_out(made: JournaledSearch, count: int) -> list[dict[str, Any]]:
+def carry_out(made: JournaledSearcher, count: int) -> list[dict[str, Any]]:
     """Suggests and ends `count` trials, one after the other."""
     suggested = []
     for number in range(count):

@@ -68,7 +68,7 @@ class Tracker:
         """Stores the arguments; the store is opened at first use.
 
         Args:
-            uri: `sqlite:///FILE`, `http://HOST:PORT` or `https://...`, checked by `session.named_store`.
+            uri: `sqlite:///FILE`, `http://HOST:PORT` or `https://...`, checked by `locations.named_store`.
             artifact_root: folder of artifacts for a SQLite store; a server has its own.
         """
         path = sqlite_path(uri)
@@ -172,20 +172,20 @@ class Tracker:
         name: str,
         *,
         key: str,
-        tags: Mapping[str, str] | None = None,
-        parent_id: str | None = None,
-        start_ms: int | None = None,
+        tags: Mapping[str, str],
+        parent_id: str | None,
+        start_ms: int,
     ) -> str:
         """Returns the id of the run that carries `key`, created (status RUNNING) if there is none.
 
-        The key is unique in the experiment and has no quotes. Name, tags, parent and start (Unix time; None: now)
-        apply to a new run only.
+        The key is unique in the experiment and has no quotes. Name, tags, parent and start (Unix time) apply to a
+        new run only.
         """
         experiment_id = self.experiment_id(experiment)
         found = self._runs_with(experiment_id, key)
         if found:
             return found[0]
-        all_tags = {**(tags or {}), RUN_KEY_TAG: key, "mlflow.user": _user_name(), "mlflow.source.name": "triaccel"}
+        all_tags = {**tags, RUN_KEY_TAG: key, "mlflow.user": _user_name(), "mlflow.source.name": "triaccel"}
         if parent_id is not None:
             all_tags["mlflow.parentRunId"] = parent_id
         run = self.client.create_run(experiment_id, start_time=start_ms, tags=all_tags, run_name=name)

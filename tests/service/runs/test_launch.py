@@ -12,8 +12,8 @@ from tests.service.own_task import own_spec
 from tests.service.runs.several import Several
 from triaccel_ray.records.events import End, Start, read_events
 from triaccel_ray.service.failures import RunFailedError, StoreError
+from triaccel_ray.service.runs.launch import _end_if_unfinished, _without_ray_wrapper, run_all
 from triaccel_ray.service.runs.record import read_run
-from triaccel_ray.service.runs.runs import _end_if_unfinished, _without_ray_wrapper, run_all
 from triaccel_ray.service.storage.layout import SPEC, write_value
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose, Recipe

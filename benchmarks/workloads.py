@@ -45,7 +45,7 @@ NUM_SAMPLES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Workload:
     """A model, its samples and its loss."""
 
     model: nn.Module
@@ -64,21 +64,21 @@ def installed(names: Sequence[str]) -> list[str]:
 
 
 def model_name(name: str) -> str:
-    """Returns the name of a model if there is a job for it."""
+    """Returns the name of a model if there is a workload for it."""
     if name not in SIZES and not name.startswith(TIMM_PREFIX):
         raise ArgumentTypeError(f"{name}: must be one of {', '.join(SIZES)}, or {TIMM_PREFIX}NAME")
     return name
 
 
-def job_of(name: str, seed: int = 0, num_samples: int = 0) -> Job:
-    """Returns the job for a model of `SIZES` or timm, on the GPU, with at least so many samples."""
+def workload_of(name: str, seed: int = 0, num_samples: int = 0) -> Workload:
+    """Returns the workload for a model of `SIZES` or timm, on the GPU, with at least so many samples."""
     torch.manual_seed(seed)
     num_samples = max(num_samples, NUM_SAMPLES.get(name, 4096))
     if name in GPTS:
         layers, width, heads, context = GPTS[name]
         inputs, following = text(num_samples, context, vocabulary=96)
         model = GPT(layers=layers, width=width, heads=heads, context=context).cuda()
-        return Job(model=model, inputs=inputs, targets=following, batch_size=SIZES[name],
+        return Workload(model=model, inputs=inputs, targets=following, batch_size=SIZES[name],
                    loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()))  # fmt: skip
     targets = torch.randint(0, 10, (num_samples,), device="cuda")
     labels = torch.where(torch.rand(num_samples, device="cuda") < 0.1, torch.randint_like(targets, 10), targets)
@@ -90,7 +90,7 @@ def job_of(name: str, seed: int = 0, num_samples: int = 0) -> Job:
         mask = torch.ones_like(ids)
         mask[::2, 96:] = 0
         model = BertForSequenceClassification(BertConfig(num_labels=10)).cuda()
-        return Job(model=model, inputs={"input_ids": ids, "attention_mask": mask}, targets=labels,
+        return Workload(model=model, inputs={"input_ids": ids, "attention_mask": mask}, targets=labels,
                    loss=lambda out, y: F.cross_entropy(out.logits, y), batch_size=SIZES[name])  # fmt: skip
     if name in LANGUAGE_MODELS:
         import transformers
@@ -99,12 +99,12 @@ def job_of(name: str, seed: int = 0, num_samples: int = 0) -> Job:
         model_class = getattr(transformers, kind)
         inputs, following = text(num_samples, 256, vocabulary=30000)
         model = model_class(model_class.config_class(use_cache=False, **options)).cuda()
-        return Job(model=model, inputs={"input_ids": inputs}, targets=following, batch_size=SIZES[name],
+        return Workload(model=model, inputs={"input_ids": inputs}, targets=following, batch_size=SIZES[name],
                    loss=lambda out, y: F.cross_entropy(out.logits.flatten(0, 1), y.flatten()))  # fmt: skip
     size = 32 if name in ("resnet18", "resnet18_512") else 224
     images = torch.randn(num_samples, 3, size, size, device="cuda")
     images[:, 0] += (targets.float() / 5 - 1).view(-1, 1, 1)
-    return Job(model=classifier(name).cuda(), inputs=images, targets=labels, loss=F.cross_entropy,
+    return Workload(model=classifier(name).cuda(), inputs=images, targets=labels, loss=F.cross_entropy,
                batch_size=SIZES.get(name, TIMM_BATCH_SIZE), is_image=True)  # fmt: skip
 
 

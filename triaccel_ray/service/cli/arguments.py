@@ -12,15 +12,15 @@ import tyro
 from triaccel_ray.service.cli.options import (
     CompareOptions,
     Flat,
-    ReplayThresholds,
+    Locations,
+    ReplayThresholdOptions,
     RunOptions,
     SearchOptions,
-    SearchThresholds,
-    StepSettings,
-    Thresholds,
-    Training,
+    SearchThresholdOptions,
+    StepOptions,
+    ThresholdOptions,
+    TrainingOptions,
     TuneBatchOptions,
-    Where,
 )
 
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
@@ -34,14 +34,14 @@ ConfigFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_
 JobName = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="JOB")]]
 Address = Annotated[str | None, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="")]
 SUBMIT_HELP = (
-    "The command after `--`, such as `triaccel submit -- search digits --trials 8`. The working directory travels with "
-    "the job, without .git, virtual environments, caches, data, results and what .gitignore names. The "
+    "The command after `--`, such as `triaccel submit -- search digits --trials 8`. The working directory is uploaded "
+    "with the job, without .git, virtual environments, caches, data, results and what .gitignore names. The "
     "cluster's Python needs triaccel-ray."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trains:
+class TrainingCommand:
     """A command that trains something new."""
 
     task: TaskName = None
@@ -55,72 +55,72 @@ class Trains:
     """Name of the result. Default: made of task, method or command, and time."""
     experiment: Name = None
     """MLflow experiment. Default: triaccel-runs, triaccel-searches or triaccel-comparisons."""
-    training: Flat[Training] = field(default_factory=Training)
+    training: Flat[TrainingOptions] = field(default_factory=TrainingOptions)
     thresholds: Flat[Any] = None
-    where: Flat[Where] = field(default_factory=Where)
+    where: Flat[Locations] = field(default_factory=Locations)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Trains):
+class Run(TrainingCommand):
     """Train one job on a GPU or the CPU."""
 
     main: Flat[RunOptions] = field(default_factory=RunOptions)
     final: Flag = False
     """Train on training and validation samples, and read the test set once, at the end."""
-    thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
+    thresholds: Flat[ThresholdOptions] = field(default_factory=ThresholdOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search(Trains):
+class Search(TrainingCommand):
     """Find thresholds on the validation split, against FP32 and AMP baselines."""
 
     main: Flat[SearchOptions] = field(default_factory=SearchOptions)
-    thresholds: Flat[SearchThresholds] = field(default_factory=SearchThresholds)
+    thresholds: Flat[SearchThresholdOptions] = field(default_factory=SearchThresholdOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare(Trains):
+class Compare(TrainingCommand):
     """Compare FP32, AMP and Tri-Accel on the test set, over several seeds."""
 
     main: Flat[CompareOptions] = field(default_factory=CompareOptions)
     ablation: Flag = False
     """Add a table of ablations: FP32, dynamic-batch, dynamic-precision, dynamic-both, triaccel."""
-    thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
+    thresholds: Flat[ThresholdOptions] = field(default_factory=ThresholdOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneBatch(Trains):
+class TuneBatch(TrainingCommand):
     """Time batch sizes, and find the smallest with 97 % of the best samples per second."""
 
     main: Flat[TuneBatchOptions] = field(default_factory=TuneBatchOptions)
-    thresholds: Flat[StepSettings] = field(default_factory=StepSettings)
+    thresholds: Flat[StepOptions] = field(default_factory=StepOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfResult:
+class ResultCommand:
     """A command on a result that exists."""
 
     name: tyro.conf.Positional[RunName]
     """Name in the storage folder, or a folder."""
-    where: Flat[Where] = field(default_factory=Where)
+    where: Flat[Locations] = field(default_factory=Locations)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(OfResult):
+class Report(ResultCommand):
     """Show the tables of a run, search or comparison, and write pictures and a page to its folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replay(OfResult):
+class Replay(ResultCommand):
     """Show why a run decided as it did, and what other thresholds would have changed."""
 
     reasons: int = 20
     """Maximum number of reasons to show."""
-    thresholds: Flat[ReplayThresholds] = field(default_factory=ReplayThresholds)
+    thresholds: Flat[ReplayThresholdOptions] = field(default_factory=ReplayThresholdOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resume(OfResult):
+class Resume(ResultCommand):
     """Resume a run, search or comparison, and record in MLflow what an outage left out."""
 
 
@@ -132,7 +132,7 @@ class Ui:
     """Address to listen on; 0.0.0.0 opens the UI to the network."""
     port: int = 5000
     """Port to listen on."""
-    where: Flat[Where] = field(default_factory=Where)
+    where: Flat[Locations] = field(default_factory=Locations)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +141,11 @@ class Doctor:
 
     tasks: Flag = False
     """List the bundled tasks instead."""
-    where: Flat[Where] = field(default_factory=Where)
+    where: Flat[Locations] = field(default_factory=Locations)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnCluster:
+class ClusterCommand:
     """A command on the jobs of a cluster."""
 
     address: Address = None
@@ -153,7 +153,7 @@ class OnCluster:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Submit(OnCluster):
+class Submit(ClusterCommand):
     """Submit a run, search, comparison, tune-batch or resume as a job of a Ray cluster."""
 
     words: tyro.conf.Positional[
@@ -164,12 +164,12 @@ class Submit(OnCluster):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Jobs(OnCluster):
+class Jobs(ClusterCommand):
     """List the jobs of a cluster, newest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logs(OnCluster):
+class Logs(ClusterCommand):
     """Show the output of a job."""
 
     job: JobName
@@ -179,7 +179,7 @@ class Logs(OnCluster):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop(OnCluster):
+class Stop(ClusterCommand):
     """Stop a job, as Ctrl-C would. It can be resumed."""
 
     job: JobName

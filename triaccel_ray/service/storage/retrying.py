@@ -35,7 +35,7 @@ def retry(work: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
         pause_s = min(2.0 * pause_s, RETRY_S)
 
 
-class Background:
+class RetryingThread:
     """Runs `work` in a background thread; retries it if the store is unreachable or the disk is full."""
 
     def __init__(self, work: Callable[[], object], what: str, *, interval_s: float | None = None) -> None:
@@ -80,11 +80,11 @@ class Background:
                 self._work()
             except (StoreError, DiskFullError, OSError) as error:
                 if self._error is None:
-                    _logger.warning("%s: %s. Work goes on, and is brought there later", self._what, error)
+                    _logger.warning("%s: %s. Training continues, and files are uploaded later", self._what, error)
                 self._error = error
             except Exception as error:
                 if not isinstance(error, TakenOverError):  # `request` raises it, but may never be called for others
-                    _logger.exception("%s: nothing more is brought to the store meanwhile", self._what)
+                    _logger.exception("%s: nothing more is uploaded in the background", self._what)
                 self._error = error
                 return
             else:

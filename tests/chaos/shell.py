@@ -17,7 +17,7 @@ from tests.service.waiting import COMMAND_S, DEADLINE_S, end, wait_until
 
 
 @dataclass(frozen=True)
-class Desk:
+class Shell:
     """A folder with a task module, and the commands that were typed there. Its trials wait while there is `hold`."""
 
     folder: Path

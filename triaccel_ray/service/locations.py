@@ -10,17 +10,17 @@ from pathlib import Path
 
 from triaccel_ray.config import require
 from triaccel_ray.records.events import LogError
-from triaccel_ray.service.cli.options import Where
+from triaccel_ray.service.cli.options import Locations
 from triaccel_ray.service.credentials import without_passwords
 from triaccel_ray.service.storage.layout import EVENTS, TRIALS, is_set_of_runs
 from triaccel_ray.service.storage.mirror import pull_all
 from triaccel_ray.service.storage.storage_path import StoragePath, is_plain_name
 from triaccel_ray.service.storage.store import Store
-from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError, sqlite_path
+from triaccel_ray.service.tracking.tracker import Tracker, TrackingUnavailableError, sqlite_path
 from triaccel_ray.trainables.registry import suggestion
 
 
-def tracking_uri_of(where: Where) -> str:
+def tracking_uri_of(where: Locations) -> str:
     """Returns the tracking store's URI: the one given, else MLFLOW_TRACKING_URI, else a file in the storage folder.
 
     Raises:
@@ -58,7 +58,7 @@ def named_store(given: str | None) -> str | None:
     return uri if path is None else f"sqlite:///{path}"
 
 
-def tracker_of(where: Where) -> Tracker:
+def tracker_of(where: Locations) -> Tracker:
     """Returns the tracker of the given store, else of the SQLite file in the storage folder; opens nothing.
 
     Raises:
@@ -69,7 +69,7 @@ def tracker_of(where: Where) -> Tracker:
     return Tracker(uri, home / "artifacts")
 
 
-def storage_of(where: Where, *, writable: bool) -> StoragePath:
+def storage_of(where: Locations, *, writable: bool) -> StoragePath:
     """Returns the storage: a folder as an absolute path, as workers need it, or a store that answers.
 
     Raises:
@@ -93,7 +93,7 @@ def require_storage(folder: Path, *, create: bool = False) -> None:
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     problem = "" if nearest.is_dir() else f"{nearest} is not a folder"
     if not problem and not os.access(nearest, os.W_OK | os.X_OK):
-        problem = f"you may not write in {nearest}"
+        problem = f"no permission to write in {nearest}"
     if create and not problem:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def require_experiment(experiment: str) -> None:
     require(is_name, "experiment", experiment, rule)
 
 
-def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
+def find(name: str, where: Locations, *, writable: bool = False) -> StoragePath:
     """Returns the storage path of `name`: a path, also that of an event log, or a name in the storage folder.
 
     `SEARCH/trial-007` stands for `SEARCH/trials/trial-007`.
@@ -181,7 +181,7 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
     return place
 
 
-def find_run(name: str, where: Where) -> Path:
+def find_run(name: str, where: Locations) -> Path:
     """Returns the folder of the single run called `name`.
 
     Raises:

@@ -14,8 +14,8 @@ import ray
 from ray.train import UserCallback
 from ray.train.torch import TorchConfig
 
-_LOOK_S = 60
-"""Seconds for which the cluster is looked at after a loss. Ray notices a lost machine after some 15 s."""
+_REFRESH_S = 60
+"""Seconds for which the list of machines is refreshed after a loss. Ray notices a lost machine after some 15 s."""
 
 
 class RankFailedError(RuntimeError):
@@ -55,22 +55,22 @@ class EndOnFailure(UserCallback):
             raise TooManyLossesError(
                 f"a process was lost {num_losses} times without an epoch in between, the last time so: {last}"
             )
-        threading.Thread(target=look_at_cluster, name="look-at-cluster", daemon=True).start()
+        threading.Thread(target=refresh_cluster_view, name="look-at-cluster", daemon=True).start()
 
 
-def look_at_cluster() -> None:
-    """Has Ray Train see every second, for a minute, which machines there are; by itself it looks every 20 s."""
+def refresh_cluster_view() -> None:
+    """Refreshes Ray Train's list of machines every second for a minute; by default Ray Train does so every 20 s."""
     # There is no public way. Importing this takes long, and only Ray Train's controller comes here, which has it.
     from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as autoscaling
 
     coordinator = autoscaling.get_or_create_autoscaling_coordinator()
-    for _ in range(_LOOK_S):
+    for _ in range(_REFRESH_S):
         with contextlib.suppress(ray.exceptions.RayError):  # the cluster ends, or is busy
             ray.get(coordinator.get_reserved_resources.remote("", recompute=True))
         time.sleep(1.0)
 
 
-class InterfaceConfig(TorchConfig):
+class NetworkInterfaceConfig(TorchConfig):
     """Ray Train's configuration of PyTorch, whose ranks use Ray's interface before their process group begins."""
 
     @property

@@ -23,12 +23,19 @@ from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.records.events import End, LogError, TakenOverError
 from triaccel_ray.service.cluster.cluster import environment_variables
-from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, RunFailedError, StoreError, failed
+from triaccel_ray.service.failures import (
+    MAX_LOSSES,
+    DiskFullError,
+    PreemptedError,
+    RunFailedError,
+    StoreError,
+    failure_record,
+)
 from triaccel_ray.service.runs.group import release_gpus
 from triaccel_ray.service.runs.record import end_run, read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.runs.trial import NAME, RunContext, RunTrial
+from triaccel_ray.service.runs.trial import NAME_KEY, RunTrial, TrialContext
 from triaccel_ray.service.storage.mirror import pull_run
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.training_folder import editing_log
@@ -65,21 +72,21 @@ def run_all(
     if not specs:
         return {}
     by_name = dict(specs)
-    context = RunContext(place=root, spec_of=lambda config: by_name[config[NAME]], shared=shared)
+    context = TrialContext(place=root, spec_of=lambda config: by_name[config[NAME_KEY]], shared=shared)
     limits = [limit for spec in specs.values() if (limit := num_groups(spec, num_gpus)) is not None]
     config = tune.TuneConfig(reuse_actors=reuse_actors, max_concurrent_trials=min(limits, default=None))
-    results = fit(context, config, num_gpus=num_gpus, space={NAME: tune.grid_search(list(by_name))})
+    results = fit(context, config, num_gpus=num_gpus, space={NAME_KEY: tune.grid_search(list(by_name))})
     failures = {name: _run_error(root / name, result) for name, result in results.items()}
     return {name: error for name, error in failures.items() if error is not None}
 
 
 def fit(
-    context: RunContext, config: tune.TuneConfig, *, num_gpus: float, space: dict[str, Any] | None = None
+    context: TrialContext, config: tune.TuneConfig, *, num_gpus: float, space: dict[str, Any] | None = None
 ) -> dict[str, Mapping[str, Any]]:
     """Trains the trials of `config`, or those listed in `space`, with Ray Tune; returns their last results by name.
 
-    If a trial was lost too often or could not reach its store, its result is the exception under `error`, which is
-    also written to its log. Tune keeps its own state in a temporary folder, and nothing is read from it.
+    If a trial was lost too often or could not reach its store, its result is the exception, under `error`. Its log has
+    it, too. Tune keeps its own state in a temporary folder, and nothing is read from it.
 
     Raises:
         DiskFullError: the disk was full for one trial; the others were stopped.
@@ -141,12 +148,12 @@ def num_groups(spec: RunSpec, num_gpus: float) -> int | None:
 
 
 def _last_results(
-    context: RunContext, configs: Sequence[dict[str, Any]], results: tune.ResultGrid
+    context: TrialContext, configs: Sequence[dict[str, Any]], results: tune.ResultGrid
 ) -> dict[str, Mapping[str, Any]]:
     """Returns each trial's last result by name, and ends the logs of those that Tune gave up; raises as `fit`."""
     last: dict[str, Mapping[str, Any]] = {}
     for number, config in enumerate(configs):
-        name, result = config[NAME], results[number]
+        name, result = config[NAME_KEY], results[number]
         metrics = result.metrics or {}
         cause = metrics.get("unfinished", "")
         if cause in _STOPS_ALL_TRIALS:
@@ -156,7 +163,7 @@ def _last_results(
             error = _without_ray_wrapper(result.error)
             last[name] = {"error": error}
             with editing_log(context.place / name) as folder:
-                end_run(folder, context.spec_of(config), failed(error))
+                end_run(folder, context.spec_of(config), failure_record(error))
     return last
 
 
@@ -188,7 +195,7 @@ class _TrialLog(tune.Callback):
         self.begun: dict[str, dict[str, Any]] = {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self.begun[trial.config[NAME]] = trial.config
+        self.begun[trial.config[NAME_KEY]] = trial.config
 
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
         self.configs = [trial.config for trial in trials]

@@ -15,7 +15,7 @@ NEGLIGIBLE_S = 0.25
 """If writing a checkpoint takes at most this many seconds, one is written after every epoch."""
 
 
-class SavingPolicy:
+class CheckpointPolicy:
     """Has a worker write checkpoints so often that saving takes a small share of the training time."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class SavingPolicy:
             self._saving_s = self._saved_at - began
 
 
-def train_epoch(worker: Worker, folder: TrainingFolder, saving: SavingPolicy) -> Progress:
+def train_epoch(worker: Worker, folder: TrainingFolder, policy: CheckpointPolicy) -> Progress:
     """Trains, saves and uploads the next epoch, if one is left; finishes the run after the last one.
 
     An error gets the user's own lines as a note: notes reach the driver, the traceback does not.
@@ -41,7 +41,7 @@ def train_epoch(worker: Worker, folder: TrainingFolder, saving: SavingPolicy) ->
         with forbidding_exit():
             if not worker.finished:
                 worker.advance()
-                saving.after_epoch(worker)
+                policy.after_epoch(worker)
             if worker.finished:
                 worker.finish()
     except Exception as error:
@@ -51,4 +51,4 @@ def train_epoch(worker: Worker, folder: TrainingFolder, saving: SavingPolicy) ->
     if worker.finished:
         folder.close()
     folder.push_soon()
-    return Progress(epoch=worker.loop.sampler.epoch, figures=worker.figures, finished=worker.finished)
+    return Progress(epoch=worker.loop.sampler.epoch, performance=worker.performance, finished=worker.finished)
