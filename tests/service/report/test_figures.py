@@ -114,9 +114,9 @@ def test_the_memory_plan_shows_what_each_region_keeps_and_what_is_freed(tmp_path
             name=name, saved_bytes=saved * MIB, input_bytes=10 * MIB, offloadable_bytes=30 * MIB, forward_ms=1.0,
             backward_ms=2.0, can_join=name == "tail",
         )
-        for name, saved in (("stem", 40), ("body", 60), ("tail", 70), ("head", 50))
+        for name, saved in (("stem", 40), ("body", 60), ("tail", 70), ("neck", 30), ("head", 50))
     )  # fmt: skip
-    storage = {"body": Storage.RECOMPUTE, "tail": Storage.JOIN, "head": Storage.OFFLOAD}
+    storage = {"body": Storage.RECOMPUTE, "tail": Storage.JOIN, "neck": Storage.SELECTIVE_50, "head": Storage.OFFLOAD}
     plan = replace(tick.observation.plan, storage=storage)
     profile = MemoryProfile(regions=regions, micro_batch_size=8)
     planned = replace(tick, observation=replace(tick.observation, plan=plan, profile=profile))
@@ -125,9 +125,9 @@ def test_the_memory_plan_shows_what_each_region_keeps_and_what_is_freed(tmp_path
     kept, freed = (
         [bar.get_width() for bar in container] for container in axes.containers if isinstance(container, BarContainer)
     )
-    assert kept == [40, 10, 0, 20]
-    assert freed == [0, 50, 70, 30]
-    assert {"stem", "body", "head", "kept  70 MiB", "recomputed  120 MiB", "offloaded  30 MiB"} <= texts(figure)
+    assert kept == [40, 10, 0, 20, 20]
+    assert freed == [0, 50, 70, 10, 30]
+    assert {"stem", "body", "head", "kept  90 MiB", "recomputed  130 MiB", "offloaded  30 MiB"} <= texts(figure)
 
 
 def test_names_of_many_layers_are_shortened_and_thinned(tmp_path: Path) -> None:

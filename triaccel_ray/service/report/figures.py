@@ -273,7 +273,7 @@ def memory_plan(ticks: Sequence[Tick], *, subtitle: str = "") -> Figure:
     title, names = "What each region saves for its backward pass", [region.name for region in regions]
     figure, axes = _figure_of_rows(names, title, subtitle, x_label="MiB per micro-batch")
     stored = [storage.get(region.name, Storage.KEEP) for region in regions]
-    kinds = [kind.alone for kind in stored]
+    kinds = [Storage.RECOMPUTE if kind.is_recomputed or kind.is_selective else kind for kind in stored]
     saved = np.array([region.saved_bytes for region in regions]) / MIB
     kept = np.array([_kept_bytes(region, kind) for region, kind in zip(regions, stored, strict=True)]) / MIB
     axes.barh(range(len(regions)), kept, color=STORAGE_COLORS[Storage.KEEP])
@@ -311,6 +311,8 @@ def _kept_bytes(region: RegionSignal, kind: Storage) -> int:
     """Returns the bytes that a region holds on the device between its passes."""
     if kind.is_recomputed:  # alone if it cannot join
         return 0 if kind is Storage.JOIN and region.can_join else region.input_bytes
+    if kind.is_selective:
+        return region.input_bytes + round(kind.kept_share * (region.saved_bytes - region.input_bytes))
     return region.saved_bytes - (region.offloadable_bytes if kind is Storage.OFFLOAD else 0)
 
 
