@@ -161,24 +161,24 @@ def _summed(rank: int, has_copies: bool, is_whole: bool, *, of_few: bool) -> lis
     found = []
     for publishes in (True, False):
         gradients.begin(publishes=publishes)
-        for tensor in (*parameters, *weights.in_force.values()):
+        for tensor in (*parameters, *weights.companions.values()):
             tensor.grad = None
         with precision.in_force():
             loss = cross_entropy(model(inputs).float(), targets)
-        with gradients._reduction.taking(weights.in_force, is_whole=is_whole):
+        with gradients._reduction.taking(weights.companions, is_whole=is_whole):
             loss.backward()
         assert (gradients._reduction._pass is None) == (publishes or not is_whole)
         if publishes:
-            own = [gradient_of(p, weights.in_force.get(id(p)), None).float().flatten() for p in parameters]
+            own = [gradient_of(p, weights.companions.get(id(p)), None).float().flatten() for p in parameters]
             found.append(torch.cat(own).tolist())
-        gradients.collect(weights.in_force, {})
-        gradients.pack(weights.in_force)
+        gradients.collect(weights.companions, {})
+        gradients.pack(weights.companions)
         gradients.send()
         in_16_bits = of_few and (is_whole or has_copies)
         sent = [tensor.dtype for tensor in gradients.tensors]
         assert sent == (of_parameters if in_16_bits else [torch.float32] * 6)
         leaves = of_parameters if has_copies else [torch.float32] * 6
-        held = [leaf.grad for leaf in (*parameters, *weights.in_force.values()) if leaf.grad is not None]
+        held = [leaf.grad for leaf in (*parameters, *weights.companions.values()) if leaf.grad is not None]
         assert len(held) == sum(map(operator.eq, leaves, sent))  # what was sent in another dtype is dropped
         found.append(torch.cat([tensor.float().flatten() for tensor in gradients.tensors]).tolist())
     precision.remove()

@@ -273,8 +273,8 @@ class StepCache:
             batches = self.step.batches(static_indices, key.batch_size) if batch is None else iter(batch.parts)
             with self.step.peers.agreeing():
                 loss_sums.append(self.step.accumulate(batches, key.batch_size, loss_scale, is_captured=True))
-                gradients.collect(weights.in_force, weights.sums)
-            gradients.pack(weights.in_force)
+                gradients.collect(weights.companions, weights.sums)
+            gradients.pack(weights.companions)
             gradients.send()
             if self._update.is_capturable:
                 self._update.run(loss_sums[0], key.batch_size, gradients)

@@ -40,7 +40,7 @@ it. Smaller ones are copied into one tensor for each dtype."""
 _ALIGNMENT_BYTES = 16
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _Copies = Mapping[int, Tensor]
-"""Id of a parameter -> its copy (`Weights.in_force`), which receives the gradient if it requires one."""
+"""Id of a parameter -> its copy (`Weights.companions`), which receives the gradient if it requires one."""
 Dtypes = Callable[[], Sequence[torch.dtype | None]]
 """Returns the dtype that each parameter's layer computes in now; None for a parameter of no layer, or of several."""
 

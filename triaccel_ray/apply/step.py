@@ -158,10 +158,10 @@ class Step:
                     parts = self.batches(indices, num_samples)
                     loss_sum = self.accumulate(parts, num_samples, loss_scale, obstacles if watch else None)
                     if gradients is not None:
-                        gradients.collect(self.precision.weights.in_force, self.precision.weights.sums)
+                        gradients.collect(self.precision.weights.companions, self.precision.weights.sums)
                 if gradients is not None:
                     phase = "reduce"
-                    gradients.pack(self.precision.weights.in_force)
+                    gradients.pack(self.precision.weights.companions)
                 faults = feature_faults + memory_faults + self._learn(step)
                 return StepOutcome(loss_sum=loss_sum, faults=faults, obstacles=tuple(obstacles))
             except (RuntimeError, MemoryError) as error:
@@ -284,7 +284,9 @@ class Step:
                         around.enter_context(self.stepper.taking(is_first=not num_passed, is_last=is_last))
                     if self._reduction is not None:
                         is_whole = self.num_micro_batches == 1 and num_samples >= self.peers.ranks.world_size
-                        around.enter_context(self._reduction.taking(self.precision.weights.in_force, is_whole=is_whole))
+                        around.enter_context(
+                            self._reduction.taking(self.precision.weights.companions, is_whole=is_whole)
+                        )
                     (loss * (loss_scale * (count / num_samples))).backward()
                 num_passed += count
                 if self.num_micro_batches > 1 and self.stepper is None:
