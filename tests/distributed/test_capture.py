@@ -119,13 +119,13 @@ def overlapped(rank: int) -> dict[str, Any]:
         reduction = loop._training.steps.step._reduction
         assert reduction is not None
         reduction.buckets = [[index] for index in reversed(range(len(reduction.parameters)))]
-        start = reduction.peers.ranks.start_sum
+        start = reduction.peers.ranks.start_all_reduce
 
-        def start_sum(tensors: Sequence[Tensor]) -> Callable[[], None]:
+        def start_all_reduce(tensors: Sequence[Tensor]) -> Callable[[], None]:
             sent.append("during" if reduction._pass is not None else "after")
             return start(tensors)
 
-        reduction.peers.ranks.start_sum = start_sum  # type: ignore[method-assign]
+        reduction.peers.ranks.start_all_reduce = start_all_reduce  # type: ignore[method-assign]
         for _ in range(3):
             sent.clear()
             loop.step()
@@ -156,7 +156,9 @@ def _summed(rank: int, has_copies: bool, is_whole: bool, *, of_few: bool) -> lis
         {layer.name: BF16 if dtype is torch.bfloat16 else FP32 for layer, dtype in zip(layers, dtypes, strict=True)}
     )
     of_parameters = [dtype for dtype in dtypes for _ in ("weight", "bias")]
-    gradients = SharedGradients(Reduction(parameters, parameters, Agreement(Ranks.found()), lambda: of_parameters))
+    gradients = SharedGradients(
+        Reduction(parameters, parameters, Agreement(Ranks.of_default_group()), lambda: of_parameters)
+    )
     inputs, targets = blobs(8, seed=rank)
     found = []
     for publishes in (True, False):
@@ -207,7 +209,7 @@ def summed_tensors(rank: int) -> list[tuple[torch.dtype, tuple[int, ...], list[f
     ]
     dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float16]
     with patch.object(reduce, "LARGE_BYTES", 64):
-        sums = reduce.pack(tensors, dtypes).start_sum(Ranks.found())()
+        sums = reduce.pack(tensors, dtypes).start_sum(Ranks.of_default_group())()
     return [(each.dtype, each.stride(), each.float().flatten().tolist()) for each in sums]
 
 

@@ -313,7 +313,7 @@ class StepCache:
     def agree(self) -> None:
         """Releases the graphs of all ranks if one has released its own: a capture takes all ranks."""
         state = [sorted(map(repr, keys)) for keys in (self._entries, self._too_large, self._is_ready)]
-        if len(set(self.step.peers.ranks.gather(digest([self.enabled, state])))) > 1:
+        if len(set(self.step.peers.ranks.all_gather_object(digest([self.enabled, state])))) > 1:
             self.enabled = not self.step.peers.ranks.any(not self.enabled)
             self._pool.release()
             self._is_ready.clear()

@@ -124,7 +124,7 @@ class Reduction:
         if current is not None:  # what was sent may be dropped already
             codes = [sent or code for sent, code in zip(current.codes, codes, strict=True)]
         is_irregular = self._is_irregular or any(_in_two_places(p, copies.get(id(p))) for p in self.parameters)
-        *agreed, irregular = self.peers.ranks.maximum([*codes, int(is_irregular)])
+        *agreed, irregular = self.peers.ranks.all_reduce_max([*codes, int(is_irregular)])
         if current is not None:
             if irregular or agreed != current.expected:
                 self._expected.clear()
@@ -251,7 +251,7 @@ class Packed(NamedTuple):
 
     def start_sum(self, ranks: Ranks) -> Callable[[], list[Tensor]]:
         """Starts to sum over ranks; returns a function that has the current stream wait, and returns the sums."""
-        wait = ranks.start_sum(self.messages)
+        wait = ranks.start_all_reduce(self.messages)
 
         def finish() -> list[Tensor]:
             wait()
