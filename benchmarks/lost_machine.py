@@ -29,16 +29,16 @@ from benchmarks.processes import has_gpus, parser_of
 from triaccel_ray.records.events import Epoch, Interruption, read_events
 from triaccel_ray.service.storage.layout import EVENTS
 
-MOST_SECONDS = 300
+MAX_SECONDS = 300
 """Longest time that a change may take."""
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
     """Waits until the condition holds, as long as `process`, which may write to `log`, lives."""
-    end = time.monotonic() + MOST_SECONDS
+    end = time.monotonic() + MAX_SECONDS
     while not condition():
         if time.monotonic() > end or process.poll() is not None:
-            what = "has ended" if process.poll() is not None else f"did not go on within {MOST_SECONDS} s"
+            what = "has ended" if process.poll() is not None else f"did not go on within {MAX_SECONDS} s"
             said = log.read_text()[-2000:] if log.exists() else ""
             raise RuntimeError(f"{' '.join(map(str, process.args))}: {what}\n{said}")  # type: ignore[arg-type]
         time.sleep(0.2)
@@ -114,7 +114,7 @@ def lose_and_gain(num_devices: int, words: list[str], folder: Path) -> None:
         measure("a machine is killed", lambda: kill(alone))
         measure("a machine joins", lambda: join("joining", 1, num_devices - 1, f"--address={address}"))
         run.send_signal(signal.SIGINT)
-        run.wait(MOST_SECONDS)
+        run.wait(MAX_SECONDS)
 
 
 def main() -> int:

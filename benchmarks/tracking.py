@@ -32,7 +32,7 @@ from triaccel_ray.service.tracking.shipper import Shipper
 from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.trainables.registry import load_task
 
-MOST = 0.01
+MAX_SHARE = 0.01
 """Largest share of the training time that records may take."""
 SHIPPING_INTERVAL_S = 0.2
 """A tenth of the default, so that logs are shipped during every recorded epoch."""
@@ -212,9 +212,9 @@ def main() -> int:
                     shares.append(measure(trainer, folder, server, proxy, given.rounds, given.states))
         finally:
             server.stop()
-    if max(shares) > MOST:
+    if max(shares) > MAX_SHARE:
         print(f"TOO MUCH: records take {max(shares):.2%} of the training time")
-    return int(max(shares) > MOST)
+    return int(max(shares) > MAX_SHARE)
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def test_a_captured_step_sends_gradients_during_the_backward_pass(workers: Worke
 
 def summed(rank: int, has_copies: bool, is_whole: bool, most_ranks: int) -> list[list[float]]:
     """Gradients of a model in BF16 and FP32: of this rank, and their sums sent after and during the pass."""
-    with patch.object(reduce, "MOST_RANKS_IN_16_BITS", most_ranks):
+    with patch.object(reduce, "MAX_RANKS_IN_16_BITS", most_ranks):
         return _summed(rank, has_copies, is_whole, of_few=most_ranks >= 2)
 
 

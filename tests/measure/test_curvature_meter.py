@@ -175,7 +175,7 @@ def test_a_budget_has_samples_pass_in_chunks(name: str, method: Any, monkeypatch
         self._measure_apart(objective)
         return Probe(num_samples=objective.num_samples, num_bytes=1000 * objective.num_samples)
 
-    monkeypatch.setattr(budget, "_LEAST_BUDGET", 0)
+    monkeypatch.setattr(budget, "_MIN_BUDGET", 0)
     monkeypatch.setattr(CurvatureMeter, "_probe", probe)  # which measures on a GPU alone
     model, inputs, targets = make(name)
     meter, free, seen = meter_of(model, method), meter_of(model, method), largest_batch(model)

@@ -71,7 +71,7 @@ def refused_precisions(
     if not fp8.has_fp8(device):
         refused[Precision.FP8] = "this device has no FP8 instructions"
     elif not in_fp8:
-        least = fp8.ALIGNMENT if config.allow_slow_precisions else fp8.LEAST_WIDTH
+        least = fp8.ALIGNMENT if config.allow_slow_precisions else fp8.MIN_WIDTH
         text = f"fp8 needs a linear layer with at least {least} inputs and outputs, in multiples of {fp8.ALIGNMENT}"
         refused[Precision.FP8] = text
     elif not (config.allow_slow_precisions or (is_compiled and device.type == "cuda")):

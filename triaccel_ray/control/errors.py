@@ -18,7 +18,7 @@ from triaccel_ray.model.dry_run import way_to_fp32
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.records.signals import Observation
 
-_LEAST_MARGIN = 1.1
+_MIN_MARGIN = 1.1
 """Factor on the batch's peak without a budget: under a cap, the allocator's memory is more fragmented."""
 
 
@@ -95,6 +95,6 @@ def _least_bytes(training: Training, error: BaseException, repeat_step: Callable
     finally:
         peak = memory.read().window_peak_bytes  # puts the budget in force again
     batch_bytes = max(peak - memory.idle_bytes, 0)
-    least = memory.idle_bytes + math.ceil(_LEAST_MARGIN * batch_bytes) + LAZY_LOADING_BYTES
+    least = memory.idle_bytes + math.ceil(_MIN_MARGIN * batch_bytes) + LAZY_LOADING_BYTES
     least += training.sampler.source.streamed_bytes  # a larger budget has them on the device
     return -(-least // MIB) * MIB

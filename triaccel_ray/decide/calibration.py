@@ -22,7 +22,7 @@ _BUDGET_SHARE = 0.97
 """Share of the attainable memory that a plan may be predicted to take."""
 _SHARE_PER_FAILURE = 0.04
 """What each plan that ran short although predicted to fit takes off that share: three cover errors of 12 %."""
-_LEAST_SHARE = 0.8
+_MIN_SHARE = 0.8
 """The least that failures leave of that share."""
 _MORE_SHARE = 1.05
 """Growth of the attainable memory from which on an earlier failure no longer counts."""
@@ -69,7 +69,7 @@ def _bytes_per_sample(observation: Observation, profile: MemoryProfile, other: P
 
 def budget_bytes(observation: Observation, state: MemoryState) -> int:
     """Returns what a plan may be predicted to take, which is less after plans that ran short."""
-    share = max(_BUDGET_SHARE - _SHARE_PER_FAILURE * state.times_short, _LEAST_SHARE)
+    share = max(_BUDGET_SHARE - _SHARE_PER_FAILURE * state.times_short, _MIN_SHARE)
     return math.floor(share * observation.memory.attainable_bytes)
 
 

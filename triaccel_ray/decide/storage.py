@@ -36,12 +36,12 @@ from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode, Stora
 from triaccel_ray.records.signals import MemoryProfile, Observation
 from triaccel_ray.records.state import MemoryState, Stored, ThroughputState, UnpaidPlan, recomputing_all, storage_of_all
 
-_MOST_SHORT = 2
+_MAX_TIMES_SHORT = 2
 """Number of plans in a row that may run short although predicted to fit, before no other is tried during the bar."""
 _FASTER_SHARE = 0.97
 """A plan replaces the one in force if its predicted time is at most this share of the time now: medians vary by 1 %.
 One that keeps everything of the undivided batch must only be no slower."""
-_MOST_DOUBLINGS = 5
+_MAX_DOUBLINGS = 5
 """How often the ticks for which plans are barred double at most."""
 _SEARCH_AGAIN = 0.02
 """Relative change of the room for saved tensors from which on a search is repeated that found nothing."""
@@ -247,7 +247,7 @@ def _faster(planning: _Planning, unchanged: MemoryDecision, timings: ThroughputS
     room = budget_bytes(observation, state) - measured.peak_bytes
     room += modelled_bytes(profile, plan.storage, plan.micro_batch_size)
     seen = state.examined_bytes
-    is_barred = state.cap_ticks_left > 0 and state.times_short >= _MOST_SHORT
+    is_barred = state.cap_ticks_left > 0 and state.times_short >= _MAX_TIMES_SHORT
     if observation.step_ms is None or measured.step_ms is None or state.hold_ticks or is_barred:
         return unchanged
     if seen is not None and abs(room - seen) <= _SEARCH_AGAIN * abs(seen):
@@ -289,7 +289,7 @@ def _barred(config: ControlConfig, state: MemoryState, observation: Observation)
 
 
 def _bar_ticks(config: ControlConfig, times: int) -> int:
-    return config.batch.oom_cooldown_ticks << min(times, _MOST_DOUBLINGS)
+    return config.batch.oom_cooldown_ticks << min(times, _MAX_DOUBLINGS)
 
 
 def _held(config: ControlConfig, state: MemoryState) -> MemoryState:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-_LEAST_BUDGET = 32 * 2**20
+_MIN_BUDGET = 32 * 2**20
 """Smallest budget in bytes. Below it chunks cost more than they save: the allocator's segments are as large."""
-_LEAST_BLOCK = 8 * 2**20
+_MIN_BLOCK = 8 * 2**20
 """Smallest block of per-sample gradients in bytes; smaller ones cost more time than they save memory."""
 
 
@@ -61,10 +61,10 @@ def limits_within(
     """
     if budget_bytes is None or num_samples <= 4:
         return Limits(chunk_samples=most_samples if most_samples < num_samples else None), []
-    budget = max(budget_bytes, _LEAST_BUDGET)
+    budget = max(budget_bytes, _MIN_BUDGET)
     at_once = Limits()
     probes = [probe(size, at_once) for size in ((2, 4) if 2 * bytes_of_two <= budget else (1,))]
-    block = min(max(budget // 8, _LEAST_BLOCK), Limits.block_bytes)
+    block = min(max(budget // 8, _MIN_BLOCK), Limits.block_bytes)
     per_sample = max(_slope(probes, [float(each.num_bytes) for each in probes]), 1.0)
     fixed = max(probes[0].num_bytes - probes[0].num_samples * per_sample, 0.0)
     if fixed + num_samples * per_sample <= budget and most_samples >= num_samples:

@@ -16,7 +16,7 @@ TIMED_EPOCHS = 5
 """Number of last epochs over which seconds per epoch are averaged (section 4.2); the run's first is left out."""
 
 ACCURACY = Goal()
-_LEAST = 1e-6
+_MIN_VALUE = 1e-6
 """Lower bound for a metric to be minimized, so that the score of a perfect model is finite, and no run ends by it."""
 
 
@@ -26,7 +26,7 @@ def quality(value: float, goal: Goal) -> float:
     A metric to be maximized, such as accuracy, is its own quality. One to be minimized has quality 100 / metric: half
     the metric is worth as much as twice the accuracy. So the ratio of two methods' scores does not depend on the unit,
     bits or nats. Quality compares methods on one task only. Metrics to be minimized that are
-    below `_LEAST` all have the same quality. A negative log-likelihood may be so low: give its exponential instead.
+    below `_MIN_VALUE` all have the same quality. A negative log-likelihood may be so low: give its exponential instead.
 
     Raises:
         ValueError: a percentage is outside [0, 100], or the value is NaN.
@@ -35,7 +35,7 @@ def quality(value: float, goal: Goal) -> float:
         raise ValueError(f"{goal.words} = {value!r}: must lie in [0, 100] percent")
     if math.isnan(value):
         raise ValueError(f"{goal.words} = {value!r}: must be a number")
-    return max(value, 0.0) if goal.maximize else 100.0 / max(value, _LEAST)
+    return max(value, 0.0) if goal.maximize else 100.0 / max(value, _MIN_VALUE)
 
 
 def quality_text(goal: Goal) -> str:

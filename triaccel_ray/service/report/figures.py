@@ -44,7 +44,7 @@ from triaccel_ray.service.storage.layout import EVENTS, FIGURES
 
 _LOG_FROM = 30.0
 """Ratio of largest to smallest loss above which the axis is logarithmic: a linear one would show a flat line."""
-MOST_ROW_LABELS = 32
+MAX_ROW_LABELS = 32
 """With more layers, only every second, third, ... one is labeled."""
 
 
@@ -320,7 +320,7 @@ def _figure_of_rows(names: Sequence[str], title: str, subtitle: str, *, x_label:
     axes = figure.subplots()
     panel(axes, title, subtitle, x_label=x_label)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    rows = range(0, len(names), math.ceil(len(names) / MOST_ROW_LABELS))
+    rows = range(0, len(names), math.ceil(len(names) / MAX_ROW_LABELS))
     axes.set_yticks(rows, [shorten(names[row]) for row in rows])
     axes.tick_params(axis="y", length=0)
     return figure, axes
