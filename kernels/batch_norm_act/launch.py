@@ -59,14 +59,14 @@ def launch(call: Call, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor
 
 def _recomputed(node: Any) -> Tensor:
     x, weight, bias, mean, rstd, _ = node.saved_tensors
-    return _normalised(node.call, x, weight, bias, mean, rstd, None)
+    return _normalized(node.call, x, weight, bias, mean, rstd, None)
 
 
-def _normalised(
+def _normalized(
     call: Call, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None
 ) -> Tensor:
     y = torch.empty_like(x, dtype=call.output_dtype, memory_format=torch.channels_last)
-    Matrix(x).apply(kernels.normalise, x, residual, y, mean, rstd, weight, bias, activation=call.activation)
+    Matrix(x).apply(kernels.normalize, x, residual, y, mean, rstd, weight, bias, activation=call.activation)
     return y
 
 
@@ -74,7 +74,7 @@ class _BatchNormAct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None) -> Any:
         mean, rstd = Matrix(x).statistics(call)
-        y = _normalised(call, x, weight, bias, mean, rstd, residual)
+        y = _normalized(call, x, weight, bias, mean, rstd, residual)
         kept = None
         if residual is not None and call.activation != "none":
             kept = y if call.activation == "relu" else residual

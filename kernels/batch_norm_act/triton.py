@@ -152,7 +152,7 @@ def finish_statistics(
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def normalise(
+def normalize(
     x, residual, y, mean, rstd, weight, bias, num_rows, channel_units,
     ACTIVATION: tl.constexpr, EARLY: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, STAGES: tl.constexpr,
@@ -203,14 +203,14 @@ def gradient_sums(
     for start in tl.range(first, num_rows, step, num_stages=STAGES):
         mask = (start + local < num_rows)[:, None] & exists[None, :]
         at = start * stride + offsets
-        centred = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - shift
-        dz = _gradient(dy, dy_fork, kept, at, mask, centred * scale + offset, ACTIVATION)
+        centered = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - shift
+        dz = _gradient(dy, dy_fork, kept, at, mask, centered * scale + offset, ACTIVATION)
         if dz_out is not None:
             rounded = dz.to(dz_out.dtype.element_ty)
             tl.store(dz_out + at, rounded, mask=mask)
             dz = rounded.to(tl.float32)  # the value that `gradient` reads
         total += dz
-        moment += dz * centred
+        moment += dz * centered
     row = tl.program_id(1)
     tl.store(partials + row * channels + columns, tl.sum(total, axis=0), mask=exists)
     moment_sum = tl.sum(moment, axis=0) * inverse
@@ -260,11 +260,11 @@ def gradient(
     for start in tl.range(first, num_rows, step, num_stages=STAGES):
         mask = (start + local < num_rows)[:, None] & exists[None, :]
         at = start * stride + offsets
-        centred = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - shift
-        dz = _gradient(dy, dy_fork, kept, at, mask, centred * scale + offset, ACTIVATION)
+        centered = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - shift
+        dz = _gradient(dy, dy_fork, kept, at, mask, centered * scale + offset, ACTIVATION)
         if dresidual is not None:
             tl.store(dresidual + at, dz, mask=mask)
-        tl.store(dx + at, scale * (dz - average - centred * slope), mask=mask)
+        tl.store(dx + at, scale * (dz - average - centered * slope), mask=mask)
 
 
 @triton.jit

@@ -52,10 +52,10 @@ def reduce(
     """Writes each tensor's number of elements, sum and M2 to its row of `partials`, fp64 [num_tensors, 3]."""
     for index, gradient in zip(bucket, gradients, strict=True):
         elements = torch.zeros(0) if gradient is None else gradient.flatten()
-        centred = elements.double()  # an fp64 copy of one tensor at a time
-        number, total = centred.numel(), centred.sum()
-        centred.sub_(total / max(number, 1))
-        partials[index] = torch.stack([torch.full_like(total, number), total, centred.dot(centred)])
+        centered = elements.double()  # an fp64 copy of one tensor at a time
+        number, total = centered.numel(), centered.sum()
+        centered.sub_(total / max(number, 1))
+        partials[index] = torch.stack([torch.full_like(total, number), total, centered.dot(centered)])
         if not total.isfinite():
             statistics.found_so_far.fill_(1.0)
 

@@ -161,7 +161,7 @@ def test_gradients_of_many_parts_are_added_in_fp32() -> None:
     for _ in range(300):
         copy.grad = torch.ones_like(copy)
         copies.gather_gradient(model[0].weight)
-    # In BF16 the sum would stop at 256, where 1 is less than half of what two neighbouring numbers are apart.
+    # In BF16 the sum would stop at 256, where 1 is less than half of what two neighboring numbers are apart.
     assert copy.grad is None
     assert torch.equal(model[0].weight.grad, torch.full_like(model[0].weight, 300.0))
 
