@@ -31,7 +31,7 @@ from triaccel_ray.model.layers import (
     trained_modules,
     uses_batch_statistics,
 )
-from triaccel_ray.records.plan import Fault, FaultKind
+from triaccel_ray.records.plan import Fault, FaultKind, size_of_micro_batches
 from triaccel_ray.records.signals import RegionSignal
 
 
@@ -116,7 +116,7 @@ class Step:
         The size counts the samples of all ranks, the costs are those of this rank's share.
         """
         share = self.peers.ranks.largest_share(batch_size)
-        size, own_size = (-(-number // self.num_micro_batches) for number in (batch_size, share))
+        size, own_size = (size_of_micro_batches(number, self.num_micro_batches) for number in (batch_size, share))
         is_divided = self.fusion is not None and self.fusion.holds()
         return size, self.activations.signals(own_size, self.precision.key, is_divided=is_divided)
 
@@ -205,7 +205,7 @@ class Step:
             step=step,
             phase=phase,
             batch_size=num_samples,
-            micro_batch_size=-(-num_samples // self.num_parts(num_samples)),
+            micro_batch_size=size_of_micro_batches(num_samples, self.num_parts(num_samples)),
             stores_least=self.activations.stores_least,
             detail=detail,
         )

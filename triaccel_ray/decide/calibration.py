@@ -9,7 +9,7 @@ from statistics import median
 from triaccel_ray.decide.batch import GIB
 from triaccel_ray.decide.memory import Measured, added_ms, modeled_bytes, sums_bytes
 from triaccel_ray.decide.throughput import Judgement
-from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode
+from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode, size_of_micro_batches
 from triaccel_ray.records.signals import MemoryProfile, MemorySignal, Observation
 from triaccel_ray.records.state import MemoryState, PassTiming, PeakReading, Stored
 
@@ -61,7 +61,7 @@ def _bytes_per_sample(observation: Observation, profile: MemoryProfile, other: P
     plan = observation.plan
     if other is None or other.batch_size != plan.batch_size:
         return 0
-    further = plan.micro_batch_size - -(-plan.batch_size // other.stored.num_micro_batches)
+    further = plan.micro_batch_size - size_of_micro_batches(plan.batch_size, other.stored.num_micro_batches)
     beyond = observation.memory.window_peak_bytes - bytes_of(profile, Stored.under(plan), plan)
     other_beyond = other.peak_bytes - bytes_of(profile, other.stored, plan)
     return max(math.ceil((beyond - other_beyond) / further), 0) if further else 0
@@ -169,7 +169,7 @@ def remember_plan(observation: Observation, judged: Judgement, new: Plan, state:
 
 def bytes_of(profile: MemoryProfile, stored: Stored, plan: Plan) -> int:
     """Returns the model's bytes, sums of gradients included, of the batch of `plan` when stored as `stored` says."""
-    saved = modeled_bytes(profile, stored.storage, -(-plan.batch_size // stored.num_micro_batches))
+    saved = modeled_bytes(profile, stored.storage, size_of_micro_batches(plan.batch_size, stored.num_micro_batches))
     return saved + sums_bytes(profile, stored.num_micro_batches)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from triaccel_ray.decide.segments import joined, segmentations
 from triaccel_ray.decide.storage_search import END, ONE_NS, Region, cheapest_storages
-from triaccel_ray.records.plan import Plan, Storage
+from triaccel_ray.records.plan import Plan, Storage, size_of_micro_batches
 from triaccel_ray.records.signals import MemoryProfile, RegionSignal
 
 KEEP, RECOMPUTE, OFFLOAD, JOIN = Storage
@@ -123,7 +123,7 @@ def predict(
     """Returns the predicted cost of a plan: what is measured under the plan in force, plus the model's difference."""
     old = measured.plan
     now = modeled_bytes(profile, old.storage, old.micro_batch_size)
-    new = modeled_bytes(profile, storage, -(-old.batch_size // num_micro_batches))
+    new = modeled_bytes(profile, storage, size_of_micro_batches(old.batch_size, num_micro_batches))
     new += _beyond_model_bytes(profile, measured, num_micro_batches)
     ms = measured.step_ms
     if ms is not None:
@@ -169,7 +169,8 @@ def cheapest_plan(
             break  # more parts are slower, or not faster by enough
         bound = room - _beyond_model_bytes(profile, measured, parts)
         bound = bound if most_bytes is None else min(bound, most_bytes - sums_bytes(profile, parts))
-        storage = _cheapest_storage(profile, choices, bound * profile.micro_batch_size // -(-plan.batch_size // parts))
+        size = size_of_micro_batches(plan.batch_size, parts)
+        storage = _cheapest_storage(profile, choices, bound * profile.micro_batch_size // size)
         if storage is None:
             continue
         storage_ms = added_ms(profile, storage, plan.batch_size)
@@ -250,7 +251,7 @@ def _expected_pass_ms(profile: MemoryProfile, measured: Measured) -> float:
 def _beyond_model_bytes(profile: MemoryProfile, measured: Measured, num_micro_batches: int) -> int:
     """Returns what another number of micro-batches adds to the peak beyond the model: sums, and what was measured."""
     plan = measured.plan
-    further_samples = -(-plan.batch_size // num_micro_batches) - plan.micro_batch_size
+    further_samples = size_of_micro_batches(plan.batch_size, num_micro_batches) - plan.micro_batch_size
     sums = sums_bytes(profile, num_micro_batches) - sums_bytes(profile, plan.num_micro_batches)
     return sums + measured.bytes_per_sample * further_samples
 

@@ -55,6 +55,11 @@ class Storage(StrEnum):
         return Storage.RECOMPUTE if self is Storage.JOIN else self
 
 
+def size_of_micro_batches(batch_size: int, num_micro_batches: int) -> int:
+    """Returns the samples of a batch's largest micro-batch; sizes differ by at most one."""
+    return -(-batch_size // num_micro_batches)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightForm:
     """How weights are stored, and when the optimizer updates them; constant during a run."""
@@ -92,7 +97,7 @@ class Plan:
     @property
     def micro_batch_size(self) -> int:
         """Samples that pass through the model at once."""
-        return -(-self.batch_size // self.num_micro_batches)
+        return size_of_micro_batches(self.batch_size, self.num_micro_batches)
 
     def steps_as(self, other: Plan) -> bool:
         """Returns whether steps compute the same under both plans, apart from learning rates."""
