@@ -25,7 +25,7 @@ class GradStats:
     def __init__(
         self,
         sizes: Sequence[int],
-        groups: Sequence[int | None],
+        groups: Sequence[int],
         *,
         num_groups: int,
         beta: float,
@@ -33,7 +33,7 @@ class GradStats:
         buckets: Sequence[Sequence[int]] | None = None,
         kernel: bool | None = None,
     ) -> None:
-        """Prepares for tensors of `sizes` elements, tensor i in group `groups[i]`; None only checks it for non-finites.
+        """Prepares for tensors of `sizes` elements, tensor i in group `groups[i]`, below `num_groups`.
 
         `buckets` lists the indices of tensors that arrive together; each is in one bucket, by default all in the same.
         `kernel` selects the Triton kernels: by default on a GPU; on a CPU they need Triton's interpreter.
