@@ -91,9 +91,7 @@ def begin(start, code, EIGHT: tl.constexpr):
 
 
 @triton.jit
-def load_state(
-    address, code, first, offsets, length, SIGNED: tl.constexpr, EIGHT: tl.constexpr, FULL: tl.constexpr
-):  # fmt: skip
+def load_state(address, code, offsets, length, SIGNED: tl.constexpr, EIGHT: tl.constexpr, FULL: tl.constexpr):
     """Returns the state as fp32, decoded if it is kept in 8 bits (`eight_bits.decode`)."""
     if EIGHT:
         if code == UINT8:

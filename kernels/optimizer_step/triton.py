@@ -124,7 +124,7 @@ def _sgd(
     # Gradients are loaded last: 16-bit ones are widened in a branch, which waits for them.
     buffer = tl.zeros((SIZE,), tl.float32)
     if momentum_at != 0:
-        buffer = load_state(momentum_at, momentum_code, first, offsets, length, True, EIGHT, FULL)
+        buffer = load_state(momentum_at, momentum_code, offsets, length, True, EIGHT, FULL)
     gradient = load_any(gradient_at, gradient_code, offsets, length, FULL)
     gradient = gradient * unscale + weight_decay * parameter
     buffer = momentum * buffer + gradient
@@ -216,8 +216,8 @@ def _adamw(
     """Steps SIZE elements from `first` on; FULL as in `load_fp32`, SPLIT and EIGHT as in `storage_triton`."""
     offsets = first + tl.arange(0, SIZE)
     parameter = load_parameter(parameter_at, companion_at, companion_code, offsets, length, SPLIT, FULL)
-    mean = load_state(mean_at, state_code, first, offsets, length, True, EIGHT, FULL)
-    square = load_state(square_at, state_code, first, offsets, length, False, EIGHT, FULL)
+    mean = load_state(mean_at, state_code, offsets, length, True, EIGHT, FULL)
+    square = load_state(square_at, state_code, offsets, length, False, EIGHT, FULL)
     gradient = load_any(gradient_at, gradient_code, offsets, length, FULL)
     weight_decay = tl.load(rows + num_tensors)
     rate1 = tl.load(rows + num_tensors * 3)
