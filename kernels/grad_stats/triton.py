@@ -16,8 +16,8 @@ from triaccel_ray.kernels.multi_tensor_triton import FP16, FP32, load_fp32
 INFINITY_BITS = tl.constexpr(0x7F800000)
 MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
 
-# Fastest of 2048 to 16384 elements and 1 to 16 warps on an H200: with larger chunks programs wait for the last one,
-# with smaller ones they spend more time looking up addresses.
+# Fastest of 2048 to 16384 elements and 1 to 16 warps on an H200. With larger chunks programs wait for the last one.
+# With smaller ones they spend more time looking up addresses.
 CHUNK_SIZE = 4096
 NUM_WARPS = 4
 PIECE = 1024

@@ -64,7 +64,7 @@ def _reflected(position: Tensor, size: int) -> Tensor:
 def draw(key: Tensor, num: int, padding: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the augmentation of `num` images: rows and columns, int64 [num] in [0, 2 padding], and mirrored, bool.
 
-    16 bits of a word give the row, the others the column, by multiplication: over 9 offsets, no probability is off by
+    16 bits of a word give the row, the others the column, by multiplication. Over 9 offsets, no probability is off by
     more than one in 7,000. The top bit of another word decides on mirroring.
     """
     span = 2 * padding + 1

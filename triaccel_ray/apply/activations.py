@@ -32,9 +32,9 @@ class Activations:
     """Stores what regions save as the plan says; gradients are bitwise the same in any storage.
 
     Some regions keep their tensors instead, once one of these is found. A region that writes into its inputs, or
-    computes something else when called again, is not recomputed; none is once a captured step has drawn other random
-    numbers than the eager one. A region is not offloaded if the host cannot pin memory for it, and is recomputed
-    by itself if it cannot be joined to the region before it.
+    computes something else when called again, is not recomputed. None is once a captured step has drawn other random
+    numbers than the eager one. A region is not offloaded if the host cannot pin memory for it. It is recomputed by
+    itself if it cannot be joined to the region before it.
     """
 
     def __init__(

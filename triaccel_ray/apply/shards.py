@@ -47,8 +47,8 @@ class Shards:
     def exchange(self, companions: Mapping[int, Tensor]) -> None:
         """Copies what the owners have stepped to the other ranks; device work alone, which a graph can capture.
 
-        `companions` maps ids of parameters to tensors beside them: low words of split weights, which are sent, too, or
-        low-precision copies, which each rank derives from its parameters.
+        `companions` maps ids of parameters to tensors beside them. Low words of split weights are sent, too. Each rank
+        derives low-precision copies from its parameters.
         """
         sent: list[list[Tensor]] = [[] for _ in range(self._ranks.world_size)]
         copies: list[tuple[Tensor, Tensor]] = []
