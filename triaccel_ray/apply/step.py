@@ -322,7 +322,7 @@ class Step:
             parameter.grad = None
         self.precision.weights.zero_grad()
 
-    def batches(self, indices: Tensor, num_of_all: int | None = None) -> Iterator[tuple[int, Any, Any]]:
+    def batches(self, indices: Tensor, num_of_all: int) -> Iterator[tuple[int, Any, Any]]:
         """Yields the samples at `indices` as micro-batches: number of samples, inputs, targets.
 
         Of `num_of_all` samples of all ranks, these are one rank's share.
@@ -330,7 +330,7 @@ class Step:
         num_samples = len(indices)
         if num_samples == 0:
             return
-        num_parts = min(self.num_parts(num_of_all or num_samples), max(num_samples // self._least_samples, 1))
+        num_parts = min(self.num_parts(num_of_all), max(num_samples // self._least_samples, 1))
         for part in indices.tensor_split(num_parts):
             yield len(part), *self.sampler.source.batch(part, self.sampler.generator)
 
