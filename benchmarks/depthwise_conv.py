@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.timing import floor_us, report, time_calls
 from triaccel_ray.kernels.depthwise_conv import reference
-from triaccel_ray.kernels.depthwise_conv.launch import depthwise_conv
+from triaccel_ray.kernels.depthwise_conv.api import depthwise_conv
 
 SHAPES = (
     (32, 112, 3, 1), (96, 112, 3, 2), (144, 56, 3, 1), (144, 56, 5, 2), (240, 28, 5, 1), (240, 28, 3, 2),

@@ -38,11 +38,14 @@ class Case:
 
 
 def layers_and_statistics(parameters: Sequence[Tensor], *, beta: float) -> tuple[list[int], GradStats]:
-    """Returns the indices of layers (weights of two or more dimensions), and statistics with a group for each."""
+    """Returns the indices of layers (weights of two or more dimensions), and statistics with a group for each.
+
+    All other parameters are one more group, as in training.
+    """
     layers = [index for index, parameter in enumerate(parameters) if parameter.dim() > 1]
-    groups = [layers.index(index) if index in layers else None for index in range(len(parameters))]
+    groups = [layers.index(index) if index in layers else len(layers) for index in range(len(parameters))]
     sizes = [parameter.numel() for parameter in parameters]
-    return layers, GradStats(sizes, groups, num_groups=len(layers), beta=beta, device=torch.device("cuda"))
+    return layers, GradStats(sizes, groups, num_groups=len(layers) + 1, beta=beta, device=torch.device("cuda"))
 
 
 def tensor_by_tensor(gradients: list[Tensor], layers: Sequence[int]) -> tuple[Tensor, Tensor]:

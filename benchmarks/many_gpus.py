@@ -48,7 +48,7 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.any_model import batches, loss_of, optimizer_of, ours
 from benchmarks.processes import has_gpus, parser_of
 from benchmarks.workloads import SIZES, Workload, installed, workload_of
-from triaccel_ray.apply.reduce import MOST_RANKS_IN_16_BITS
+from triaccel_ray.apply.reduce import MAX_RANKS_IN_16_BITS
 from triaccel_ray.cuda.allocator import use_lean_memory
 from triaccel_ray.measure.timing import synchronize
 
@@ -56,7 +56,7 @@ METHODS = ("ddp", "ddp-bf16", "loop", "bare", "sharded", "sharded-split", "shard
 PREWARMED = "ddp", "ddp-bf16", "bare"
 """Methods that need code which the others use, too."""
 WARM_STEPS, STRETCHES = 60, 5
-LEAST_BATCHES = 8
+MIN_BATCHES = 8
 """Number of batches in an epoch, at least."""
 GPUS_PER_HOST = 8
 PREDICTED = (4, 8, 64, 512)
@@ -106,7 +106,7 @@ def measure(rank: int, run: Run, folder: str) -> None:
     if num_gpus > 1:
         store = f"file://{folder}/store"
         distributed.init_process_group("nccl", init_method=store, rank=rank, world_size=num_gpus)
-    workload = replace(workload_of(run.model, num_samples=LEAST_BATCHES * batch_size), batch_size=batch_size)
+    workload = replace(workload_of(run.model, num_samples=MIN_BATCHES * batch_size), batch_size=batch_size)
     loop: Any = None
     if run.method.startswith("ddp"):
         step = ddp(workload, rank, num_gpus, in_bf16=run.method == "ddp-bf16")
@@ -193,7 +193,7 @@ def predicted_ratio(
 
 def sent_bytes(method: str, num_elements: int, num_gpus: int) -> int:
     """Returns bytes of all gradients: the loop sends those of layers in 16 bits, here all, in 16 bits; DDP in FP32."""
-    return num_elements * (2 if method != "ddp" and num_gpus <= MOST_RANKS_IN_16_BITS else 4)
+    return num_elements * (2 if method != "ddp" and num_gpus <= MAX_RANKS_IN_16_BITS else 4)
 
 
 def main() -> int:

@@ -64,5 +64,5 @@ def _blobs(num: int, *, seed: int) -> TensorSource:
     """Returns inputs, float32 [num, 8], and the index of the blob that each is drawn from, int64 [num]."""
     draw = torch.Generator().manual_seed(seed)
     targets = torch.randint(0, 4, (num,), generator=draw)
-    centres = 3.0 * torch.eye(4, 8)
-    return TensorSource(centres[targets] + torch.randn(num, 8, generator=draw), targets)
+    centers = 3.0 * torch.eye(4, 8)
+    return TensorSource(centers[targets] + torch.randn(num, 8, generator=draw), targets)

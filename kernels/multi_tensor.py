@@ -20,7 +20,7 @@ class Chunks:
     one dtype and one set of hyperparameters.
     """
 
-    def __init__(self, sizes: Sequence[int], device: torch.device, chunk_size: int = 4096) -> None:
+    def __init__(self, sizes: Sequence[int], device: torch.device, chunk_size: int) -> None:
         """Creates the tables for `sizes` (elements per tensor) on `device`.
 
         The chunk size is a power of two, at least 16: a program's vectors and the 16-byte alignment of its first
@@ -32,8 +32,8 @@ class Chunks:
         first_chunk = chunks_per_tensor.cumsum(0) - chunks_per_tensor
         start = (torch.arange(len(tensor)) - first_chunk[tensor]) * chunk_size
         length = (size[tensor] - start).clamp(max=chunk_size)
-        # Programs start in this order. Short chunks, which are not read in wide vectors, may take longer: they come
-        # first, so that the launch does not wait for them at the end.
+        # Programs start in this order. Short chunks are not read in wide vectors and may take longer. They come first,
+        # so that the launch does not wait for them at the end.
         order = torch.argsort((length == chunk_size).int(), stable=True)
         self.chunk_size = chunk_size
         self.num_chunks = len(tensor)

@@ -22,8 +22,8 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
 def join(high: Tensor, low: Tensor) -> Tensor:
     """Returns the fp32 numbers that `split` turned into these words.
 
-    A high word of zero never has a negative low one. It has if zeros were written to the high words alone, as by
-    `parameter.data.zero_()`; the low word then counts as 0, for the sum would be a NaN.
+    A high word of zero never has a negative low one. The exception is a write of zeros to the high words alone, as by
+    `parameter.data.zero_()`. The low word then counts as 0, for the sum would be a NaN.
     """
     upper, lower = high.view(torch.int16).int(), low.int()
     lower = torch.where((upper & 0x7FFF) == 0, lower.clamp(min=0), lower)

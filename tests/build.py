@@ -30,11 +30,11 @@ ONE = torch.ones(())
 
 
 def blobs(num_samples: int, *, features: int = 8, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Samples around four well separated centres, which do not depend on the seed."""
-    centres = 4.0 * torch.eye(4, features)
+    """Samples around four well separated centers, which do not depend on the seed."""
+    centers = 4.0 * torch.eye(4, features)
     generator = torch.Generator().manual_seed(seed)
     targets = torch.arange(num_samples) % 4
-    return centres[targets] + 0.5 * torch.randn(num_samples, features, generator=generator), targets
+    return centers[targets] + 0.5 * torch.randn(num_samples, features, generator=generator), targets
 
 
 def mlp(*, seed: int = 0, features: int = 8) -> nn.Sequential:
@@ -43,7 +43,7 @@ def mlp(*, seed: int = 0, features: int = 8) -> nn.Sequential:
 
 
 class ConvNet(nn.Module):
-    """Convolutions, batch normalisation, a residual connection, dropout: what depends on state and chance."""
+    """Convolutions, batch normalization, a residual connection, dropout: what depends on state and chance."""
 
     def __init__(self, *, seed: int = 0) -> None:
         super().__init__()

@@ -72,8 +72,8 @@ def test_a_command_that_is_told_can_be_typed(command: str, capsys: pytest.Captur
 
 
 def test_a_command_that_is_none_is_noticed() -> None:
-    assert not is_understood(["run", "digits", "--colour", "red"])
-    assert not is_understood(["submit", "--", "run", "digits", "--colour", "red"])
+    assert not is_understood(["run", "digits", "--color", "red"])
+    assert not is_understood(["submit", "--", "run", "digits", "--color", "red"])
     with pytest.raises(ValueError, match="no such command"):
         is_understood(["sing"])
 

@@ -193,7 +193,7 @@ def test_a_users_cap_holds_within_a_budget_and_after_it() -> None:
     assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(0.1)
 
 
-_NEIGHBOUR = """
+_NEIGHBOR = """
 import sys, torch
 torch.zeros(1, device="cuda")
 held = []
@@ -208,7 +208,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_neighbour_that_takes_memory_makes_the_batch_shrink_and_grow_again() -> None:
+def test_a_neighbor_that_takes_memory_makes_the_batch_shrink_and_grow_again() -> None:
     torch.manual_seed(0)
     torch.cuda.set_per_process_memory_fraction(1.0)
     model = _conv_net(64).cuda()
@@ -221,15 +221,15 @@ def test_a_neighbour_that_takes_memory_makes_the_batch_shrink_and_grow_again() -
         model, optimizer, nn.functional.cross_entropy, _data(8192, 64), config=config, on_tick=ticks.append
     )
     with subprocess.Popen(
-        [sys.executable, "-c", _NEIGHBOUR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as neighbour:
-        assert neighbour.stdin is not None
-        assert neighbour.stdout is not None
+        [sys.executable, "-c", _NEIGHBOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as neighbor:
+        assert neighbor.stdin is not None
+        assert neighbor.stdout is not None
 
         def leave(num_bytes: int) -> None:
-            neighbour.stdin.write(f"{num_bytes}\n")
-            neighbour.stdin.flush()
-            assert neighbour.stdout.readline() == "done\n"
+            neighbor.stdin.write(f"{num_bytes}\n")
+            neighbor.stdin.flush()
+            assert neighbor.stdout.readline() == "done\n"
 
         loop.train_epoch()
         assert loop.plan.batch_size == 512, [reason.text for tick in ticks for reason in tick.decision.reasons]
@@ -240,7 +240,7 @@ def test_a_neighbour_that_takes_memory_makes_the_batch_shrink_and_grow_again() -
         for _ in range(20):
             loop.step()
         leave(0)
-        neighbour.stdin.close()
+        neighbor.stdin.close()
         for _ in range(20):  # what was left for want of memory stays closed for a while
             assert loop.train_epoch().num_samples == 8192
             if loop.plan.batch_size == 512:

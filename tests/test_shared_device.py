@@ -98,7 +98,7 @@ def test_a_process_that_shares_a_device_is_held_to_its_part_from_then_on() -> No
 
 
 @pytest.mark.gpu
-def test_a_run_without_memory_changes_its_plan_and_its_neighbour_notices_nothing(tmp_path: Path) -> None:
+def test_a_run_without_memory_changes_its_plan_and_its_neighbor_notices_nothing(tmp_path: Path) -> None:
     greedy, modest = tmp_path / "greedy", tmp_path / "modest"
     words = [
         [f"{__name__}:Greedy", "10", str(400 * MIB), str(greedy)],

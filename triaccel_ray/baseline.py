@@ -54,7 +54,7 @@ class BaselineLoop(EpochLoop):
         Raises:
             ValueError: the model has no layer, there are several ranks, or the budget leaves no memory for a batch.
         """
-        if not Ranks.found().is_alone:
+        if not Ranks.of_default_group().is_alone:
             raise ValueError("the process group has several ranks: a baseline trains in one process; use ControlLoop")
         layers = find_layers(model)
         self.device = next(model.parameters()).device

@@ -174,7 +174,7 @@ class ControlLoop(EpochLoop):
             self.model.train()
         precision.weights.refresh()
         lr_factor = self._schedule.factor(self.sampler.position) * plan.batch_lr_scale
-        self.optimizer.set_rates(lr_factor, plan.lr_scale, precision.weights.in_force)
+        self.optimizer.set_rates(lr_factor, plan.lr_scale, precision.weights.companions)
         scale = self.loss_scale.factor(precision.needs_loss_scale)
         indices = self.sampler.take(plan.batch_size)
         timer.begin()

@@ -46,9 +46,9 @@ def batch_norm_act(
         activation: "none", "relu", "relu6", "silu" or "hardswish".
         residual: added before the activation; in x's shape and memory layout, of any of `DTYPES`.
         output_dtype: dtype of the result, one of `DTYPES`; None means x's.
-        forked: whether to return the result twice, over the same memory, for two readers. Their gradients are added
-            inside the backward kernels, where autograd would write their sum to memory and read it again: a fork into
-            a block and its residual connection costs a third read instead. Neither result may be changed in place.
+        forked: whether to return the result twice, over the same memory, for two readers. The backward kernels add
+            their gradients, as for a fork into a block and its residual connection. That costs a third read. Autograd
+            would write the sum to memory and read it again. Neither result may be changed in place.
 
     Returns:
         [n, c, h, w], in the memory layout of x; a pair of them if forked.
@@ -63,7 +63,7 @@ def batch_norm_act(
 def recomputer(y: Tensor) -> Callable[[], Tensor] | None:
     """Returns a function that recomputes `y`, an output of `batch_norm_act`, bit for bit and in one launch.
 
-    Code that saves y for its backward pass can save this function instead: it holds only tensors that the backward pass
+    Code that saves y for its backward pass can save this function instead. It holds only tensors that the backward pass
     of y needs anyway (compare In-Place Activated BatchNorm, Rota Bulò et al. 2018). Call it before that backward pass.
 
     Returns:

@@ -13,26 +13,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from triaccel_ray.kernels.channels_last_triton import channel_block, row_tiles, wait
+
 _RUNTIME = ["num_rows", "channel_units", "num_parts", "tile_rows"]
 """Arguments that Triton must not specialize on: a new batch size must not cost a compilation."""
 
 
 @triton.jit
-def channel_block(channel_units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the number of channels, this program's channels int32 [BLOCK], and the mask of those that exist.
+def _affine(mean, rstd, weight, bias, columns, exists):
+    """Returns shift fp32 [1, C], rstd fp32 [C], scale and offset fp32 [1, C]: (x - shift) scale + offset is normalized.
 
-    The number is computed as a product with UNIT, so the compiler knows a divisor of it and can use 16-byte accesses.
+    C stands for the columns of this program.
     """
-    channels = channel_units * UNIT
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    return channels, columns, columns < channels
-
-
-@triton.jit
-def wait(EARLY: tl.constexpr):
-    """Waits until preceding kernels have ended and their writes are visible, if this kernel may start before that."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+    shift = tl.load(mean + columns, mask=exists, other=0.0)[None, :]
+    inverse = tl.load(rstd + columns, mask=exists, other=0.0)
+    scale = (inverse * tl.load(weight + columns, mask=exists, other=0.0).to(tl.float32))[None, :]
+    offset = tl.load(bias + columns, mask=exists, other=0.0).to(tl.float32)[None, :]
+    return shift, inverse, scale, offset
 
 
 @triton.jit
@@ -78,11 +75,8 @@ def statistics(
     factor of n, tens to hundreds. Lanes are combined after Chan, Golub, LeVeque 1983, equation 2.1.
     """
     wait(EARLY)
-    channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
-    local = tl.arange(0, BLOCK_ROWS)
-    offsets = local[:, None] * channels + columns[None, :]
-    stride = channels.to(tl.int64)
-    first, step = tl.program_id(1) * BLOCK_ROWS, tl.num_programs(1) * BLOCK_ROWS
+    channels, columns, exists = channel_block(tl.program_id(0), channel_units, UNIT, BLOCK_CHANNELS)
+    local, offsets, stride, first, step = row_tiles(channels, columns, BLOCK_ROWS)
     count = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
     total = tl.zeros([BLOCK_ROWS, BLOCK_CHANNELS], dtype=tl.float32)
     squares = tl.zeros([BLOCK_ROWS, BLOCK_CHANNELS], dtype=tl.float32)
@@ -118,7 +112,7 @@ def finish_statistics(
     the number of parts.
     """
     wait(EARLY)
-    channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
+    channels, columns, exists = channel_block(tl.program_id(0), channel_units, UNIT, BLOCK_CHANNELS)
     local = tl.arange(0, BLOCK_PARTS)
     total = tl.zeros([BLOCK_PARTS, BLOCK_CHANNELS], dtype=tl.float32)
     squares = tl.zeros([BLOCK_PARTS, BLOCK_CHANNELS], dtype=tl.float32)
@@ -152,22 +146,16 @@ def finish_statistics(
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def normalise(
+def normalize(
     x, residual, y, mean, rstd, weight, bias, num_rows, channel_units,
     ACTIVATION: tl.constexpr, EARLY: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Writes y = activation((x - mean) rstd weight + bias + residual)."""
     wait(EARLY)
-    channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
-    shift = tl.load(mean + columns, mask=exists, other=0.0)[None, :]
-    inverse = tl.load(rstd + columns, mask=exists, other=0.0)
-    scale = (inverse * tl.load(weight + columns, mask=exists, other=0.0).to(tl.float32))[None, :]
-    offset = tl.load(bias + columns, mask=exists, other=0.0).to(tl.float32)[None, :]
-    local = tl.arange(0, BLOCK_ROWS)
-    offsets = local[:, None] * channels + columns[None, :]
-    stride = channels.to(tl.int64)
-    first, step = tl.program_id(1) * BLOCK_ROWS, tl.num_programs(1) * BLOCK_ROWS
+    channels, columns, exists = channel_block(tl.program_id(0), channel_units, UNIT, BLOCK_CHANNELS)
+    shift, _, scale, offset = _affine(mean, rstd, weight, bias, columns, exists)
+    local, offsets, stride, first, step = row_tiles(channels, columns, BLOCK_ROWS)
     for start in tl.range(first, num_rows, step, num_stages=STAGES):
         mask = (start + local < num_rows)[:, None] & exists[None, :]
         at = start * stride + offsets
@@ -189,28 +177,22 @@ def gradient_sums(
     output for ReLU with a residual, the residual for other activations.
     """
     wait(EARLY)
-    channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
-    shift = tl.load(mean + columns, mask=exists, other=0.0)[None, :]
-    inverse = tl.load(rstd + columns, mask=exists, other=0.0)
-    scale = (inverse * tl.load(weight + columns, mask=exists, other=0.0).to(tl.float32))[None, :]
-    offset = tl.load(bias + columns, mask=exists, other=0.0).to(tl.float32)[None, :]
-    local = tl.arange(0, BLOCK_ROWS)
-    offsets = local[:, None] * channels + columns[None, :]
-    stride = channels.to(tl.int64)
-    first, step = tl.program_id(1) * BLOCK_ROWS, tl.num_programs(1) * BLOCK_ROWS
+    channels, columns, exists = channel_block(tl.program_id(0), channel_units, UNIT, BLOCK_CHANNELS)
+    shift, inverse, scale, offset = _affine(mean, rstd, weight, bias, columns, exists)
+    local, offsets, stride, first, step = row_tiles(channels, columns, BLOCK_ROWS)
     total = tl.zeros([BLOCK_ROWS, BLOCK_CHANNELS], dtype=tl.float32)
     moment = tl.zeros([BLOCK_ROWS, BLOCK_CHANNELS], dtype=tl.float32)
     for start in tl.range(first, num_rows, step, num_stages=STAGES):
         mask = (start + local < num_rows)[:, None] & exists[None, :]
         at = start * stride + offsets
-        centred = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - shift
-        dz = _gradient(dy, dy_fork, kept, at, mask, centred * scale + offset, ACTIVATION)
+        centered = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - shift
+        dz = _gradient(dy, dy_fork, kept, at, mask, centered * scale + offset, ACTIVATION)
         if dz_out is not None:
             rounded = dz.to(dz_out.dtype.element_ty)
             tl.store(dz_out + at, rounded, mask=mask)
             dz = rounded.to(tl.float32)  # the value that `gradient` reads
         total += dz
-        moment += dz * centred
+        moment += dz * centered
     row = tl.program_id(1)
     tl.store(partials + row * channels + columns, tl.sum(total, axis=0), mask=exists)
     moment_sum = tl.sum(moment, axis=0) * inverse
@@ -224,7 +206,7 @@ def finish_sums(
 ):  # fmt: skip
     """Writes dbias = sum dz and dweight = sum dz (x - mean) rstd over all rows, fp32 [C]."""
     wait(EARLY)
-    channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
+    channels, columns, exists = channel_block(tl.program_id(0), channel_units, UNIT, BLOCK_CHANNELS)
     local = tl.arange(0, BLOCK_PARTS)
     total = tl.zeros([BLOCK_PARTS, BLOCK_CHANNELS], dtype=tl.float32)
     moment = tl.zeros([BLOCK_PARTS, BLOCK_CHANNELS], dtype=tl.float32)
@@ -246,25 +228,19 @@ def gradient(
 ):  # fmt: skip
     """Writes dx = weight rstd (dz - dbias / R - (x - mean) rstd dweight / R), and dz to `dresidual`, if given."""
     wait(EARLY)
-    channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
-    shift = tl.load(mean + columns, mask=exists, other=0.0)[None, :]
-    inverse = tl.load(rstd + columns, mask=exists, other=0.0)
-    scale = (inverse * tl.load(weight + columns, mask=exists, other=0.0).to(tl.float32))[None, :]
-    offset = tl.load(bias + columns, mask=exists, other=0.0).to(tl.float32)[None, :]
+    channels, columns, exists = channel_block(tl.program_id(0), channel_units, UNIT, BLOCK_CHANNELS)
+    shift, inverse, scale, offset = _affine(mean, rstd, weight, bias, columns, exists)
     average = (tl.load(dbias + columns, mask=exists, other=0.0) / num_rows)[None, :]
     slope = (tl.load(dweight + columns, mask=exists, other=0.0) * inverse / num_rows)[None, :]
-    local = tl.arange(0, BLOCK_ROWS)
-    offsets = local[:, None] * channels + columns[None, :]
-    stride = channels.to(tl.int64)
-    first, step = tl.program_id(1) * BLOCK_ROWS, tl.num_programs(1) * BLOCK_ROWS
+    local, offsets, stride, first, step = row_tiles(channels, columns, BLOCK_ROWS)
     for start in tl.range(first, num_rows, step, num_stages=STAGES):
         mask = (start + local < num_rows)[:, None] & exists[None, :]
         at = start * stride + offsets
-        centred = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - shift
-        dz = _gradient(dy, dy_fork, kept, at, mask, centred * scale + offset, ACTIVATION)
+        centered = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - shift
+        dz = _gradient(dy, dy_fork, kept, at, mask, centered * scale + offset, ACTIVATION)
         if dresidual is not None:
             tl.store(dresidual + at, dz, mask=mask)
-        tl.store(dx + at, scale * (dz - average - centred * slope), mask=mask)
+        tl.store(dx + at, scale * (dz - average - centered * slope), mask=mask)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from triaccel_ray.kernels.batch_norm_act.triton import channel_block, wait
+from triaccel_ray.kernels.channels_last_triton import channel_block, row_tiles, wait
 
 _RUNTIME = ["num_rows", "channel_units"]
 """Arguments that Triton must not specialize on: a new batch or image size must not cost a compilation."""
@@ -22,11 +22,9 @@ def sums(
 ):  # fmt: skip
     """Writes `share` times the sum of x, or of x factor, over each part of a sample's rows to `out`, [parts, N, C]."""
     wait(EARLY)
-    channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
-    sample, stride = tl.program_id(2).to(tl.int64), channels.to(tl.int64)
-    local = tl.arange(0, BLOCK_ROWS)
-    offsets = local[:, None] * channels + columns[None, :]
-    first, step = tl.program_id(1) * BLOCK_ROWS, tl.num_programs(1) * BLOCK_ROWS
+    channels, columns, exists = channel_block(tl.program_id(0), channel_units, UNIT, BLOCK_CHANNELS)
+    local, offsets, stride, first, step = row_tiles(channels, columns, BLOCK_ROWS)
+    sample = tl.program_id(2).to(tl.int64)
     total = tl.zeros([BLOCK_ROWS, BLOCK_CHANNELS], dtype=tl.float32)
     for start in tl.range(first, num_rows, step, num_stages=STAGES):
         mask = (start + local < num_rows)[:, None] & exists[None, :]
@@ -47,17 +45,15 @@ def scale(
 ):  # fmt: skip
     """Writes y = x gate + `share` offset; gate and offset are [N, C], or None for ones and zeros."""
     wait(EARLY)
-    channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
-    sample, stride = tl.program_id(2).to(tl.int64), channels.to(tl.int64)
+    channels, columns, exists = channel_block(tl.program_id(0), channel_units, UNIT, BLOCK_CHANNELS)
+    local, offsets, stride, first, step = row_tiles(channels, columns, BLOCK_ROWS)
+    sample = tl.program_id(2).to(tl.int64)
     factor = tl.full([BLOCK_CHANNELS], 1.0, dtype=tl.float32)
     if gate is not None:
         factor = tl.load(gate + sample * stride + columns, mask=exists, other=0.0).to(tl.float32)
     summand = tl.zeros([BLOCK_CHANNELS], dtype=tl.float32)
     if offset is not None:
         summand = tl.load(offset + sample * stride + columns, mask=exists, other=0.0).to(tl.float32) * share
-    local = tl.arange(0, BLOCK_ROWS)
-    offsets = local[:, None] * channels + columns[None, :]
-    first, step = tl.program_id(1) * BLOCK_ROWS, tl.num_programs(1) * BLOCK_ROWS
     for start in tl.range(first, num_rows, step, num_stages=STAGES):
         mask = (start + local < num_rows)[:, None] & exists[None, :]
         at = (sample * num_rows + start) * stride

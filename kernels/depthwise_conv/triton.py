@@ -8,21 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from triaccel_ray.kernels.batch_norm_act.triton import wait
+from triaccel_ray.kernels.channels_last_triton import channel_block, wait
 
 _RUNTIME = ["num_strips", "channel_units", "in_height", "in_width", "out_height", "out_width"]
 """Arguments that Triton must not specialize on: a new batch or image size must not cost a compilation."""
-
-
-@triton.jit
-def _channels_of(block, channel_units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the number of channels, a block's channels int32 [BLOCK], and the mask of those that exist.
-
-    The number is computed as a product with UNIT, so the compiler knows a divisor of it and can use 16-byte accesses.
-    """
-    channels = channel_units * UNIT
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    return channels, columns, columns < channels
 
 
 @triton.jit
@@ -73,7 +62,7 @@ def convolve(
     columns FIRST to LAST - 1, relative to its own, once for each row of taps; taps are [SIZE * SIZE, C].
     """
     wait(EARLY)
-    channels, columns, exists = _channels_of(tl.program_id(1), channel_units, UNIT, BLOCK_CHANNELS)
+    channels, columns, exists = channel_block(tl.program_id(1), channel_units, UNIT, BLOCK_CHANNELS)
     per_line = (out_width + WIDTH - 1) // WIDTH
     origin, image, top, left = _strips_of(tl.program_id(0), per_line, out_height, WIDTH, BLOCK_STRIPS)
     is_strip = tl.program_id(0) * BLOCK_STRIPS + tl.arange(0, BLOCK_STRIPS) < num_strips
@@ -121,7 +110,7 @@ def weight_gradient(
     for block j of the channels. Programs for other rows read the same memory at the same time.
     """
     wait(EARLY)
-    channels, columns, exists = _channels_of(tl.program_id(1), channel_units, UNIT, BLOCK_CHANNELS)
+    channels, columns, exists = channel_block(tl.program_id(1), channel_units, UNIT, BLOCK_CHANNELS)
     i, part, num_parts = tl.program_id(0) % SIZE, tl.program_id(0) // SIZE, tl.num_programs(0) // SIZE
     per_line = (out_width + WIDTH - 1) // WIDTH
     # Columns that no output reads are masked: an Inf there times the zeros beyond the last output would give NaN.

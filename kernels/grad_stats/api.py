@@ -15,17 +15,17 @@ from triaccel_ray.kernels.multi_tensor import TensorTable
 class GradStats:
     """Moving averages v <- beta v + (1-beta) Var[g] of the unscaled gradient of each group (layer), on the device.
 
-    Var is the population variance over all elements of a group's tensors. Every tensor is read once. Squares are
-    summed about the mean, chunk by chunk in fp32, and combined in fp64, so that no digits are lost if the mean is far
-    from 0 (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983). No method waits for the
-    device. Updates can be captured in a CUDA graph, whose replays read the current `TensorTable`s and scalars. Update
-    once before a capture, with an empty table if necessary, to compile the kernels.
+    Var is the population variance over all elements of a group's tensors. Every tensor is read once. Squares are summed
+    about the mean, chunk by chunk in fp32, and combined in fp64. So no digits are lost if the mean is far from 0 (Chan,
+    Golub and LeVeque, "Algorithms for computing the sample variance", 1983). No method waits for the device. Updates
+    can be captured in a CUDA graph, whose replays read the current `TensorTable`s and scalars. Update once before a
+    capture, with an empty table if necessary, to compile the kernels.
     """
 
     def __init__(
         self,
         sizes: Sequence[int],
-        groups: Sequence[int | None],
+        groups: Sequence[int],
         *,
         num_groups: int,
         beta: float,
@@ -33,7 +33,7 @@ class GradStats:
         buckets: Sequence[Sequence[int]] | None = None,
         kernel: bool | None = None,
     ) -> None:
-        """Prepares for tensors of `sizes` elements, tensor i in group `groups[i]`; None only checks it for non-finites.
+        """Prepares for tensors of `sizes` elements, tensor i in group `groups[i]`, below `num_groups`.
 
         `buckets` lists the indices of tensors that arrive together; each is in one bucket, by default all in the same.
         `kernel` selects the Triton kernels: by default on a GPU; on a CPU they need Triton's interpreter.

@@ -18,7 +18,7 @@ class GroupStatistics:
     count: Tensor
     """Number of updates of `average`, fp64 [num_groups]."""
     found_nonfinite: Tensor
-    """Whether any tensor, in a group or not, held a NaN or an infinity: fp32 scalar, 0 or 1."""
+    """Whether any tensor held a NaN or an infinity: fp32 scalar, 0 or 1."""
     num_elements: Tensor
     """Number of elements of the present gradients, int64 [num_groups]."""
     sum: Tensor
@@ -52,33 +52,33 @@ def reduce(
     """Writes each tensor's number of elements, sum and M2 to its row of `partials`, fp64 [num_tensors, 3]."""
     for index, gradient in zip(bucket, gradients, strict=True):
         elements = torch.zeros(0) if gradient is None else gradient.flatten()
-        centred = elements.double()  # an fp64 copy of one tensor at a time
-        number, total = centred.numel(), centred.sum()
-        centred.sub_(total / max(number, 1))
-        partials[index] = torch.stack([torch.full_like(total, number), total, centred.dot(centred)])
+        centered = elements.double()  # an fp64 copy of one tensor at a time
+        number, total = centered.numel(), centered.sum()
+        centered.sub_(total / max(number, 1))
+        partials[index] = torch.stack([torch.full_like(total, number), total, centered.dot(centered)])
         if not total.isfinite():
             statistics.found_so_far.fill_(1.0)
 
 
 def combine(
-    partials: Tensor, groups: Sequence[int | None], statistics: GroupStatistics, *, beta: float, loss_scale: Tensor
+    partials: Tensor, groups: Sequence[int], statistics: GroupStatistics, *, beta: float, loss_scale: Tensor
 ) -> None:
-    """Updates the statistics from one step's partial results; `groups[i]` is tensor i's group, None if it has none."""
+    """Updates the statistics from one step's partial results; `groups[i]` is tensor i's group."""
     num_groups = len(statistics.average)
-    group_of = torch.tensor([num_groups if group is None else group for group in groups], dtype=torch.int64)
+    group_of = torch.tensor(groups, dtype=torch.int64)
     number, total, squares = partials.unbind(1)
 
     def summed(values: Tensor) -> Tensor:
-        return torch.zeros(num_groups + 1, dtype=torch.float64).index_add_(0, group_of, values)
+        return torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group_of, values)
 
     numbers, sums = summed(number), summed(total)
     mean = sums / numbers.clamp(min=1)
     # M2 = sum of M2_i + n_i (mean_i - mean)^2 over the tensors i (Chan et al. 1983).
     about = summed(squares + number * (total / number.clamp(min=1) - mean[group_of]) ** 2)
     statistics.found_nonfinite.copy_(~total.sum().isfinite())
-    statistics.num_elements.copy_(numbers[:-1])
-    statistics.sum.copy_(sums[:-1])
-    statistics.sum_squares_about_mean.copy_(about[:-1])
+    statistics.num_elements.copy_(numbers)
+    statistics.sum.copy_(sums)
+    statistics.sum_squares_about_mean.copy_(about)
     variance = statistics.sum_squares_about_mean / statistics.num_elements / loss_scale.double().square()
     usable = variance.isfinite()  # 0 / 0 if there are no elements
     statistics.average.lerp_(torch.where(usable, variance, statistics.average), 1.0 - beta)

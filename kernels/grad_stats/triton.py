@@ -16,8 +16,8 @@ from triaccel_ray.kernels.multi_tensor_triton import FP16, FP32, load_fp32
 INFINITY_BITS = tl.constexpr(0x7F800000)
 MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
 
-# Fastest of 2048 to 16384 elements and 1 to 16 warps on an H200: with larger chunks programs wait for the last one,
-# with smaller ones they spend more time looking up addresses.
+# Fastest of 2048 to 16384 elements and 1 to 16 warps on an H200. With larger chunks programs wait for the last one.
+# With smaller ones they spend more time looking up addresses.
 CHUNK_SIZE = 4096
 NUM_WARPS = 4
 PIECE = 1024
@@ -31,15 +31,15 @@ class GroupReduction:
     def __init__(
         self,
         sizes: Sequence[int],
-        groups: Sequence[int | None],
+        groups: Sequence[int],
         num_groups: int,
         buckets: Sequence[Sequence[int]],
         device: torch.device,
     ) -> None:
-        """Allocates a slot (partial result) per chunk; slots of a group are adjacent, those without a group last."""
+        """Allocates a slot (partial result) per chunk; slots of a group are adjacent."""
         self._device = device
         self._buckets = [Chunks([sizes[index] for index in bucket], device, CHUNK_SIZE) for bucket in buckets]
-        group_of_tensor = torch.tensor([num_groups if group is None else group for group in groups])
+        group_of_tensor = torch.tensor(groups, dtype=torch.int64)
         group_of_chunk = torch.cat(
             [
                 group_of_tensor[torch.tensor(bucket, dtype=torch.int64)[chunks.tensor.long().cpu()]]
@@ -48,7 +48,7 @@ class GroupReduction:
         )
         self._num_slots = len(group_of_chunk)
         slot = torch.argsort(torch.argsort(group_of_chunk, stable=True))
-        slots_per_group = torch.bincount(group_of_chunk, minlength=num_groups + 1)[:num_groups]
+        slots_per_group = torch.bincount(group_of_chunk, minlength=num_groups)
         first_slot = torch.nn.functional.pad(slots_per_group.cumsum(0), (1, 0))
         self._slots = slot.int().to(device).split([chunks.num_chunks for chunks in self._buckets])
         self._first_slot = first_slot.int().to(device)  # [num_groups + 1]

@@ -25,14 +25,14 @@ def image_batch(
 ) -> Tensor:
     """Returns the images at `indices`, each pixel x as x scale[channel] + shift[channel], [b, c, h, w] of `dtype`.
 
-    With a `key`, image i of the batch is first padded by `padding` pixels on each side, cropped to h x w at an offset
-    drawn uniformly from (2 padding + 1)^2, and mirrored left to right with probability 1/2. Offset and mirroring are a
-    hash of (key, i) alone: equal keys give equal batches. With an `epoch` too, mirroring depends on the image's index
-    and the parity of the epoch instead. About half of the images are mirrored in even epochs, the others in odd ones,
-    so that two epochs show each image both ways (Jordan 2024, "alternating flip"). The padding is a raw 0, which the
+    With a `key`, image i of the batch is first padded by `padding` pixels on each side. It is cropped to h x w at an
+    offset drawn uniformly from (2 padding + 1)^2, and mirrored left to right with probability 1/2. Offset and mirroring
+    are a hash of (key, i) alone: equal keys give equal batches. With an `epoch` too, mirroring depends on the image's
+    index and the parity of the epoch instead. About half of the images are mirrored in even epochs, the others in odd
+    ones. So two epochs show each image both ways (Jordan 2024, "alternating flip"). The padding is a raw 0, which the
     normalization maps to shift[channel], or with `reflect` the image mirrored at its outermost pixels. Last, with
-    `cutout`, a square whose center is drawn uniformly over the image becomes 0 in the result (DeVries and Taylor 2017);
-    it may extend beyond the image.
+    `cutout`, a square becomes 0 in the result (DeVries and Taylor 2017). Its center is drawn uniformly over the image,
+    and it may extend beyond the image.
 
     On a GPU it is one launch without synchronization. Replays of a CUDA graph read the current indices, key and epoch.
 

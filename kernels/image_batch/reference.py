@@ -64,7 +64,7 @@ def _reflected(position: Tensor, size: int) -> Tensor:
 def draw(key: Tensor, num: int, padding: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the augmentation of `num` images: rows and columns, int64 [num] in [0, 2 padding], and mirrored, bool.
 
-    16 bits of a word give the row, the others the column, by multiplication: over 9 offsets, no probability is off by
+    16 bits of a word give the row, the others the column, by multiplication. Over 9 offsets, no probability is off by
     more than one in 7,000. The top bit of another word decides on mirroring.
     """
     span = 2 * padding + 1
@@ -77,7 +77,7 @@ def mirrored_in(epoch: Tensor, indices: Tensor) -> Tensor:
     return (_mix(indices & _MASK) >> 31) ^ (epoch & 1) == 1
 
 
-def draw_centres(key: Tensor, num: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+def draw_centers(key: Tensor, num: int, height: int, width: int) -> tuple[Tensor, Tensor]:
     """Returns the center of the cutout of each of `num` images: rows in [0, height), columns in [0, width)."""
     return _pair(_word(key, num, 2), height, width)
 
@@ -85,7 +85,7 @@ def draw_centres(key: Tensor, num: int, height: int, width: int) -> tuple[Tensor
 def _cut(key: Tensor, shape: torch.Size, cutout: int) -> Tensor:
     """Returns the mask of cut-out pixels of a batch [b, c, h, w]: bool [b, 1, h, w]."""
     num, _, height, width = shape
-    tops, lefts = (centres - cutout // 2 for centres in draw_centres(key, num, height, width))
+    tops, lefts = (centers - cutout // 2 for centers in draw_centers(key, num, height, width))
     y = torch.arange(height, device=key.device) - tops[:, None]
     x = torch.arange(width, device=key.device) - lefts[:, None]
     return (((y >= 0) & (y < cutout))[:, :, None] & ((x >= 0) & (x < cutout))[:, None, :])[:, None]

@@ -77,9 +77,9 @@ def _image_batch(
         counter = _mix(counter + _mix((state >> 32).to(tl.uint32) ^ 0x9E3779B9))
         offsets = _mix(counter)
         if CUTOUT > 0:
-            centre = _mix(counter + 0x3C6EF372)  # 2 * reference._GOLDEN in 32 bits
-            left = (((centre >> 16) * WIDTH) >> 16).to(tl.int32) - CUTOUT // 2
-            top = (((centre & 0xFFFF) * HEIGHT) >> 16).to(tl.int32) - CUTOUT // 2
+            center = _mix(counter + 0x3C6EF372)  # 2 * reference._GOLDEN in 32 bits
+            left = (((center >> 16) * WIDTH) >> 16).to(tl.int32) - CUTOUT // 2
+            top = (((center & 0xFFFF) * HEIGHT) >> 16).to(tl.int32) - CUTOUT // 2
             kept = inside & ((x < left) | (x >= left + CUTOUT) | (y < top) | (y >= top + CUTOUT))
         if ALTERNATE:
             mirrored = ((_mix(index.to(tl.uint32)) >> 31) ^ (tl.load(epoch).to(tl.uint32) & 1)) != 0

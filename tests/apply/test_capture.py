@@ -230,7 +230,7 @@ def test_a_hook_registered_after_capture_fires_and_no_graph_reads_the_copy_that_
         assert seen[-1] is torch.float32
         copies = loop._training.precision.weights
         assert copies is not None
-        assert id(weight) not in copies.in_force
+        assert id(weight) not in copies.companions
         held = [torch.full((10, 64), torch.nan, dtype=torch.half, device="cuda") for _ in range(4096)]  # where it was
         run(loop, 4)
         assert loop._training.steps.num_captured == int(capture)

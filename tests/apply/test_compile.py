@@ -67,7 +67,7 @@ def test_equal_blocks_share_compiled_code_and_a_plan_adds_only_its_variants(has_
     assert all(type(number) is int for shape in shapes for number in shape)  # constants, although batch sizes vary
     for parameter in blocks[0].up.parameters():
         assert (parameter.grad is None) == has_copies
-        assert not has_copies or weights.in_force[id(parameter)].grad is not None
+        assert not has_copies or weights.companions[id(parameter)].grad is not None
     precision.set({"1.up": FP32, "2.up": FP32})
     with precision.in_force():
         outputs = model(torch.ones(3, 4, requires_grad=True))

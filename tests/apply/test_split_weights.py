@@ -116,9 +116,9 @@ def test_a_layer_that_leaves_bf16_is_joined_exactly_and_split_again_when_it_retu
     put(BF16, BF16, BF16)
     weights = loop._training.precision.weights
     weights.refresh()
-    held = weights.in_force
+    held = weights.companions
     weights.refresh()
-    assert weights.in_force is held  # the same object while it holds
+    assert weights.companions is held  # the same object while it holds
     assert [p.dtype for p in weights_of(model)] == [torch.bfloat16] * 3
     assert same(values(model), before)
     assert [p.data_ptr() for p in weights_of(model)] == addresses  # captured graphs read there

@@ -27,7 +27,7 @@ def copies_of(model: nn.Module) -> ComputeCopies:
 
 def copy_of(copies: ComputeCopies, weight: nn.Parameter) -> torch.Tensor:
     """The weight's copy, which has its values and its memory layout."""
-    copy = copies.in_force[id(weight)]
+    copy = copies.companions[id(weight)]
     assert torch.equal(copy, weight.half())
     assert copy.stride() == weight.stride()
     return copy
@@ -37,7 +37,7 @@ def test_a_low_layer_has_copies_that_follow_what_others_write() -> None:
     model, conv = mlp(), nn.Sequential(nn.Conv2d(3, 4, 3))
     copies, of_conv = copies_of(model), copies_of(conv)
     expected = {id(p): DTYPES[name] for name in ("0", "2") for p in model.get_submodule(name).parameters()}
-    assert {key: copy.dtype for key, copy in copies.in_force.items()} == expected
+    assert {key: copy.dtype for key, copy in copies.companions.items()} == expected
     weight = model[0].weight
     copy_of(copies, weight)
     with torch.no_grad():
@@ -78,8 +78,8 @@ def test_a_parameter_with_hooks_keeps_them_and_copies_that_are_let_go_are_anothe
     getattr(model[0].weight, hook)(lambda tensor: seen.append(tensor.dtype))
     copies.refresh()
     assert copies.generation == 1
-    assert id(model[0].weight) not in copies.in_force
-    assert id(model[2].weight) in copies.in_force
+    assert id(model[0].weight) not in copies.companions
+    assert id(model[2].weight) in copies.companions
     inputs, targets = blobs(16)
     cross_entropy(model(inputs).float(), targets).backward()
     assert seen == [torch.float32]
@@ -102,7 +102,7 @@ def test_gradients_arrive_at_the_copies_and_equal_those_through_a_cast() -> None
     LayerPrecision(copied, find_layers(copied), weights=copies).set(levels)
     copied(inputs).square().mean().backward()
     found = Gradients(list(copied.parameters()))
-    found.collect(copies.in_force, {})
+    found.collect(copies.companions, {})
     dtypes = [gradient.dtype for gradient in found.tensors if gradient is not None]
     assert dtypes[1:] == [torch.float16] + [torch.bfloat16] * 2 + [torch.float32] * 2
     for gradient, parameter in zip(found.tensors, cast.parameters(), strict=True):
@@ -121,9 +121,9 @@ def test_modules_with_a_forward_function_of_their_own_have_no_copies() -> None:
     table = Wired(lambda self, ids: self.rows[ids], rows=nn.Parameter(torch.randn(5, 3)))
     model = nn.Sequential(table, Normalized(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     model[3].forward = lambda inputs: inputs + model[3].weight[0]
-    assert set(copies_of(model).in_force) == {id(parameter) for parameter in model[2].parameters()}
+    assert set(copies_of(model).companions) == {id(parameter) for parameter in model[2].parameters()}
     model = nn.Sequential(pytest.importorskip("transformers.pytorch_utils").Conv1D(3, 3))
-    assert set(copies_of(model).in_force) == {id(parameter) for parameter in model.parameters()}
+    assert set(copies_of(model).companions) == {id(parameter) for parameter in model.parameters()}
 
 
 def test_what_stands_in_a_parameters_place_is_computed_with() -> None:
@@ -147,21 +147,21 @@ def test_what_is_shared_looked_up_or_not_updated_has_no_copy() -> None:
     model[2].bias = model[0].bias
     copies = ComputeCopies(find_layers(model), [model[0].weight, model[2].weight, model[0].bias])
     copies.set(dict.fromkeys(DTYPES, torch.float16))
-    assert copies.in_force.keys() == {id(model[0].weight), id(model[2].weight)}
+    assert copies.companions.keys() == {id(model[0].weight), id(model[2].weight)}
     tied = nn.ModuleDict({"words": nn.Embedding(5, 3), "body": nn.Linear(3, 3), "head": nn.Linear(3, 5, bias=False)})
     tied["head"].weight = tied["words"].weight
-    assert set(copies_of(tied).in_force) == {id(parameter) for parameter in tied["body"].parameters()}
+    assert set(copies_of(tied).companions) == {id(parameter) for parameter in tied["body"].parameters()}
 
 
 def test_gradients_of_many_parts_are_added_in_fp32() -> None:
     model = mlp()
     copies = copies_of(model)
     copies.set(dict.fromkeys(DTYPES, torch.bfloat16))
-    copy = copies.in_force[id(model[0].weight)]
+    copy = copies.companions[id(model[0].weight)]
     for _ in range(300):
         copy.grad = torch.ones_like(copy)
         copies.gather_gradient(model[0].weight)
-    # In BF16 the sum would stop at 256, where 1 is less than half of what two neighbouring numbers are apart.
+    # In BF16 the sum would stop at 256, where 1 is less than half of what two neighboring numbers are apart.
     assert copy.grad is None
     assert torch.equal(model[0].weight.grad, torch.full_like(model[0].weight, 300.0))
 
@@ -182,11 +182,11 @@ def test_an_optimizer_that_says_nothing_of_its_writing_reaches_the_copies() -> N
         copies.zero_grad()
         model.zero_grad()
         cross_entropy(model(inputs).float(), targets).backward()
-        gradients.collect(copies.in_force, {})
+        gradients.collect(copies.companions, {})
         gradients.publish()
         before = model[0].weight.detach().clone()
         update.run(torch.tensor(1.0, dtype=torch.float64), 16, gradients)
         assert not torch.equal(before, model[0].weight)
         for name in ("0", "2"):
             weight = model.get_submodule(name).weight
-            assert torch.equal(copies.in_force[id(weight)], weight.to(DTYPES[name]))
+            assert torch.equal(copies.companions[id(weight)], weight.to(DTYPES[name]))

@@ -76,7 +76,7 @@ class Terminal:
 
     @property
     def shown(self) -> str:
-        """Everything that was ever on the screen, without colours."""
+        """Everything that was ever on the screen, without colors."""
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._written.decode(errors="replace"))
 
     def wait_until(self, condition: Callable[[], bool]) -> None:

@@ -51,7 +51,7 @@ def test_work_is_handed_over_looked_after_and_stopped(
     assert read_run(project / "triaccel-runs" / "short").status == "finished"
     assert "finished" in typed(capsys, "logs", "short", *at)[1]
 
-    # The task's module is in the working directory alone, and so has travelled if the job trains.
+    # The task's module is in the working directory alone, and so has traveled if the job trains.
     typed(capsys, "submit", *at, "--name", "long", "--", "run", f"{module}:Blobs", "--epochs", "1000000")
     log = project / "triaccel-runs" / "long" / "events.jsonl"
     wait_until(

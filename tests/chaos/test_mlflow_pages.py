@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.service.browser import needs_chromium, num_colours, screenshot, shown
+from tests.service.browser import needs_chromium, num_colors, screenshot, shown
 from tests.service.mlflow_server import Recorded, Server, runs, ship
 from tests.service.search_folder import simulated_search
 from triaccel_ray.service.commands.ui import runs_pages
@@ -53,4 +53,4 @@ def test_a_search_is_a_tree_with_children_to_compare(
     for name in (*thresholds, "control/batch_size", *(run.name for run in trials)):
         assert name in text
     seen = screenshot(compare, tmp_path / "compare.png", width=1600, height=2000, wait_s=SCRIPTS_S)
-    assert num_colours(seen) > 500
+    assert num_colors(seen) > 500

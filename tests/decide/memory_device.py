@@ -9,7 +9,7 @@ from tests.decide import build
 from tests.decide.build import USUAL, memory_signal, out_of_memory
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import Decision
-from triaccel_ray.decide.memory import Measured, added_ms, cheapest_plan, modelled_bytes, sums_bytes
+from triaccel_ray.decide.memory import Measured, added_ms, cheapest_plan, modeled_bytes, sums_bytes
 from triaccel_ray.records.plan import Plan, recomputing_all
 from triaccel_ray.records.signals import LayerSignal, MemoryProfile, RegionSignal
 
@@ -66,7 +66,7 @@ class Device:
         return self.total_bytes - self.taken_bytes
 
     def peak_bytes(self, plan: Plan) -> int:
-        kept, stored = (modelled_bytes(self.profile, each, plan.micro_batch_size) for each in ({}, plan.storage))
+        kept, stored = (modeled_bytes(self.profile, each, plan.micro_batch_size) for each in ({}, plan.storage))
         known = self.fixed_bytes + sums_bytes(self.profile, plan.num_micro_batches)
         known += round(kept - (kept - stored) * self.bytes_factor)
         return known + plan.micro_batch_size * self.transient_bytes_per_sample
@@ -157,7 +157,7 @@ def device_of(seed: int) -> Device:
         regions.append(region_of(name, saved=saved, input=passed, offloadable=moved, **ms))
     bandwidth = chance.choice([0.0, 20.0, 55.0, 200.0]) * MIB
     profile = profile_of(*regions, bandwidth=bandwidth, can_split=chance.random() < 0.5)
-    kept = modelled_bytes(profile, {}, 64)
+    kept = modeled_bytes(profile, {}, 64)
     return Device(
         profile=profile,
         total_bytes=500 * MIB + int(kept * 1.2),
@@ -168,7 +168,7 @@ def device_of(seed: int) -> Device:
     )
 
 
-def neighbours(run: Run, seed: int, ticks: int) -> Iterator[Decision]:
+def neighbors(run: Run, seed: int, ticks: int) -> Iterator[Decision]:
     """Memory is taken and returned every few ticks."""
     chance = random.Random(seed)
     device = run.machine

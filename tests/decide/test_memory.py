@@ -15,7 +15,7 @@ from triaccel_ray.decide.memory import (
     added_ms,
     cheapest_plan,
     least_plan,
-    modelled_bytes,
+    modeled_bytes,
     predict,
 )
 from triaccel_ray.records.plan import Storage
@@ -45,9 +45,9 @@ ALIKE = profile_of(*(region(name) for name in "abcd"), **OF_EIGHT)
     ],
 )
 def test_the_model_of_memory_scales_with_the_micro_batch(storage, expected):
-    assert modelled_bytes(ALIKE, storage, 8) == expected
-    assert modelled_bytes(ALIKE, storage, 4) == expected / 2
-    assert modelled_bytes(replace(ALIKE, micro_batch_size=16), storage, 5) == -(-expected * 5 // 16)
+    assert modeled_bytes(ALIKE, storage, 8) == expected
+    assert modeled_bytes(ALIKE, storage, 4) == expected / 2
+    assert modeled_bytes(replace(ALIKE, micro_batch_size=16), storage, 5) == -(-expected * 5 // 16)
 
 
 @pytest.mark.parametrize(("region", "expected"), [("a", (3.0 - 1.0) + (3.0 - 2.0)), ("c", 2.0 + 1.0), ("d", 6.0)])
@@ -116,7 +116,7 @@ def test_the_model_of_time_is_that_of_the_streams(profile, data):
 
 def measured_of(profile: MemoryProfile, batch_size: int = 16, parts: int = 1, **others: object) -> Measured:
     plan = plan_of(batch_size, parts)
-    peak = 5000 + modelled_bytes(profile, {}, plan.micro_batch_size)
+    peak = 5000 + modeled_bytes(profile, {}, plan.micro_batch_size)
     return Measured(plan=plan, **{"peak_bytes": peak, "step_ms": 1000.0, "pass_ms": 0.0, **others})
 
 
@@ -202,7 +202,7 @@ def test_only_changeable_regions_change_and_only_below_the_bar():
     assert cheapest_plan(ALIKE, measured, budget_bytes=5440, changeable="bc").storage == {}
     assert set(cheapest_plan(ALIKE, measured, budget_bytes=5340, changeable="bc").storage) <= set("bc")
     barred = cheapest_plan(ALIKE, measured, budget_bytes=9000, changeable="abcd", most_bytes=320)
-    assert modelled_bytes(ALIKE, barred.storage, 8 // barred.num_micro_batches) <= 320
+    assert modeled_bytes(ALIKE, barred.storage, 8 // barred.num_micro_batches) <= 320
     assert cheapest_plan(replace(ALIKE, can_split=False), measured, budget_bytes=4000, changeable="abcd") is None
 
 

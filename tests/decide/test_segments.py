@@ -17,7 +17,7 @@ from triaccel_ray.decide.memory import (
     added_ms,
     cheapest_plan,
     least_plan,
-    modelled_bytes,
+    modeled_bytes,
     predict,
 )
 from triaccel_ray.decide.segments import joined, segmentations
@@ -30,9 +30,9 @@ def joinable(profile: MemoryProfile) -> MemoryProfile:
 
 
 def test_what_cannot_join_is_recomputed_alone_and_so_is_what_follows_a_region_that_is_kept() -> None:
-    assert modelled_bytes(ALIKE, dict.fromkeys("abcd", JOIN), 8) == 20 + 20 + 20 + 100 + GRADIENTS
+    assert modeled_bytes(ALIKE, dict.fromkeys("abcd", JOIN), 8) == 20 + 20 + 20 + 100 + GRADIENTS
     alone, joining = ({"a": OFFLOAD, "b": kind} for kind in (RECOMPUTE, JOIN))
-    assert modelled_bytes(joinable(ALIKE), joining, 8) == modelled_bytes(joinable(ALIKE), alone, 8)
+    assert modeled_bytes(joinable(ALIKE), joining, 8) == modeled_bytes(joinable(ALIKE), alone, 8)
     two = {"a": RECOMPUTE, "b": JOIN}
     assert added_ms(ALIKE, two, 8) == added_ms(ALIKE, {"a": RECOMPUTE, "b": RECOMPUTE}, 8)
 
@@ -60,7 +60,7 @@ def test_the_model_is_that_of_the_tensors_that_exist(profile, data):
             peak = max(peak, sum(held.values()) + min(2 * largest, signal.saved_bytes))
             del held[each]
         index = first - 1
-    assert modelled_bytes(joinable(profile), storage, profile.micro_batch_size) == peak
+    assert modeled_bytes(joinable(profile), storage, profile.micro_batch_size) == peak
 
 
 def test_segments_save_about_as_much_as_the_largest_region() -> None:
@@ -79,7 +79,7 @@ def test_a_deep_model_fits_a_budget_that_recomputing_each_region_alone_exceeds()
     deep = profile_of(*(region(f"{i}") for i in range(36)), **OF_EIGHT, can_split=False)
     deep = replace(deep, to_host_bytes_per_ms=0.0, to_device_bytes_per_ms=0.0)
     measured = measured_of(deep, 8, step_ms=150.0)
-    alone = modelled_bytes(deep, dict.fromkeys(names(deep), RECOMPUTE), 8)
+    alone = modeled_bytes(deep, dict.fromkeys(names(deep), RECOMPUTE), 8)
     budget = {"budget_bytes": 5000 + alone * 2 // 3, "changeable": names(deep)}
     assert cheapest_plan(deep, measured, **budget).num_micro_batches == 2
     plan = cheapest_plan(joinable(deep), measured, **budget)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.decide.build import capture_out_of_memory, memory_signal, observation_of, out_of_memory, plan_of
 from tests.decide.memory_device import CONFIG, MIB, REGIONS, SMALL, Device, Run, device_of, profile_of, region_of
 from triaccel_ray.decide.calibration import budget_bytes, compare, forget_shortage, measure, remember_plan
-from triaccel_ray.decide.memory import RECOMPUTE, modelled_bytes
+from triaccel_ray.decide.memory import RECOMPUTE, modeled_bytes
 from triaccel_ray.decide.storage import decide_storage
 from triaccel_ray.decide.throughput import Judgement
 from triaccel_ray.records.codec import decode, encode
@@ -126,7 +126,7 @@ def test_wrong_predictions_cost_a_few_failures_and_then_none(seed, share, bytes_
 )
 def test_two_peaks_tell_what_a_sample_takes_beyond_the_model(parts, beyond_mib, expected_mib):
     half = plan_of(64, 2)
-    known = [modelled_bytes(RESNET, {}, 64 // each) for each in (2, parts)]
+    known = [modeled_bytes(RESNET, {}, 64 // each) for each in (2, parts)]
     other_bytes = 3000 * MIB - known[0] + known[1] + beyond_mib * MIB
     other = PeakReading(batch_size=64, stored=Stored(storage={}, num_micro_batches=parts), peak_bytes=other_bytes)
     observation = observation_of(half, memory=memory_signal(3000 * MIB, 9000 * MIB), step_ms=40.0, profile=RESNET)
@@ -143,7 +143,7 @@ def test_a_plan_with_more_micro_batches_or_less_memory_says_nothing_of_the_one_t
     storage = {} if parts == 2 else dict.fromkeys(REGIONS, RECOMPUTE)
     first, *others = RESNET.regions
     profile = replace(RESNET, regions=(replace(first, saved_bytes=300 * MIB), *others))
-    taken, failed_bytes = modelled_bytes(profile, storage, 64 // parts), modelled_bytes(profile, failed.storage, 64)
+    taken, failed_bytes = modeled_bytes(profile, storage, 64 // parts), modeled_bytes(profile, failed.storage, 64)
     assert (0.95 * failed_bytes < taken < failed_bytes) == is_less
     plan = replace(plan_of(64, parts), storage=storage)
     memory = memory_signal(900 * MIB, 1000 * MIB)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.decide.build import USUAL, apply_failed, capture_out_of_memory, codes, memory_signal, observation_of, plan_of
-from tests.decide.memory_device import CONFIG, ELASTIC, MIB, REGIONS, SMALL, Device, Run, device_of, neighbours
+from tests.decide.memory_device import CONFIG, ELASTIC, MIB, REGIONS, SMALL, Device, Run, device_of, neighbors
 from triaccel_ray.config import ControlConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.decide import Decision, decide, initial_decision, replay
 from triaccel_ray.decide.memory import OFFLOAD, RECOMPUTE
@@ -60,7 +60,7 @@ def test_a_plan_that_is_as_predicted_is_not_reported():
         assert decision.remeasures_regions == (ReasonCode.MEMORY_MISPREDICTED in codes(decision, "memory"))
 
 
-def test_a_neighbour_that_takes_memory_makes_the_plan_smaller_before_it_fails():
+def test_a_neighbor_that_takes_memory_makes_the_plan_smaller_before_it_fails():
     run = Run(machine=replace(SMALL, total_bytes=2200 * MIB))
     run.ticks(10)
     peak = run.machine.peak_bytes(run.plan)
@@ -222,7 +222,7 @@ def test_a_plan_that_fails_to_apply_is_held():
 @given(st.integers(0, 10**6))
 def test_no_death_no_oscillation_and_the_cheapest_plan_in_the_end(seed):
     run = Run(machine=device_of(seed))
-    for decision in neighbours(run, seed, 200):
+    for decision in neighbors(run, seed, 200):
         before = run.log[-1][0].plan
         changed = decision.plan.storage != before.storage
         assert not changed or {ReasonCode.MEMORY_PLAN} & set(codes(decision, "memory"))
@@ -242,7 +242,7 @@ def test_no_death_no_oscillation_and_the_cheapest_plan_in_the_end(seed):
 @given(st.integers(0, 10**6))
 def test_an_elastic_batch_keeps_everything_and_grows_once_memory_is_plentiful(seed):
     run = Run(ELASTIC, device_of(seed))
-    list(neighbours(run, seed, 100))
+    list(neighbors(run, seed, 100))
     run.machine = replace(run.machine, taken_bytes=0, total_bytes=10 * run.machine.total_bytes)
     run.ticks(5 * 2**5 + 50)  # longer than any bar
     assert (run.plan.batch_size, run.plan.storage, run.plan.num_micro_batches) == (128, {}, 1)
@@ -252,7 +252,7 @@ def test_an_elastic_batch_keeps_everything_and_grows_once_memory_is_plentiful(se
 @given(st.integers(0, 10**6), st.booleans())
 def test_replay_reproduces_memory_plans(seed, is_elastic):
     run = Run(ELASTIC if is_elastic else CONFIG, device_of(seed))
-    list(neighbours(run, seed, 100))
+    list(neighbors(run, seed, 100))
     replayed = replay(run.config, run.log)
     assert replayed.diverged_at is None
     assert replayed.decisions == tuple(decision for _, decision in run.log)

@@ -119,13 +119,13 @@ def overlapped(rank: int) -> dict[str, Any]:
         reduction = loop._training.steps.step._reduction
         assert reduction is not None
         reduction.buckets = [[index] for index in reversed(range(len(reduction.parameters)))]
-        start = reduction.peers.ranks.start_sum
+        start = reduction.peers.ranks.start_all_reduce
 
-        def start_sum(tensors: Sequence[Tensor]) -> Callable[[], None]:
+        def start_all_reduce(tensors: Sequence[Tensor]) -> Callable[[], None]:
             sent.append("during" if reduction._pass is not None else "after")
             return start(tensors)
 
-        reduction.peers.ranks.start_sum = start_sum  # type: ignore[method-assign]
+        reduction.peers.ranks.start_all_reduce = start_all_reduce  # type: ignore[method-assign]
         for _ in range(3):
             sent.clear()
             loop.step()
@@ -141,7 +141,7 @@ def test_a_captured_step_sends_gradients_during_the_backward_pass(workers: Worke
 
 def summed(rank: int, has_copies: bool, is_whole: bool, most_ranks: int) -> list[list[float]]:
     """Gradients of a model in BF16 and FP32: of this rank, and their sums sent after and during the pass."""
-    with patch.object(reduce, "MOST_RANKS_IN_16_BITS", most_ranks):
+    with patch.object(reduce, "MAX_RANKS_IN_16_BITS", most_ranks):
         return _summed(rank, has_copies, is_whole, of_few=most_ranks >= 2)
 
 
@@ -156,29 +156,31 @@ def _summed(rank: int, has_copies: bool, is_whole: bool, *, of_few: bool) -> lis
         {layer.name: BF16 if dtype is torch.bfloat16 else FP32 for layer, dtype in zip(layers, dtypes, strict=True)}
     )
     of_parameters = [dtype for dtype in dtypes for _ in ("weight", "bias")]
-    gradients = SharedGradients(Reduction(parameters, parameters, Agreement(Ranks.found()), lambda: of_parameters))
+    gradients = SharedGradients(
+        Reduction(parameters, parameters, Agreement(Ranks.of_default_group()), lambda: of_parameters)
+    )
     inputs, targets = blobs(8, seed=rank)
     found = []
     for publishes in (True, False):
         gradients.begin(publishes=publishes)
-        for tensor in (*parameters, *weights.in_force.values()):
+        for tensor in (*parameters, *weights.companions.values()):
             tensor.grad = None
         with precision.in_force():
             loss = cross_entropy(model(inputs).float(), targets)
-        with gradients._reduction.taking(weights.in_force, is_whole=is_whole):
+        with gradients._reduction.taking(weights.companions, is_whole=is_whole):
             loss.backward()
         assert (gradients._reduction._pass is None) == (publishes or not is_whole)
         if publishes:
-            own = [gradient_of(p, weights.in_force.get(id(p)), None).float().flatten() for p in parameters]
+            own = [gradient_of(p, weights.companions.get(id(p)), None).float().flatten() for p in parameters]
             found.append(torch.cat(own).tolist())
-        gradients.collect(weights.in_force, {})
-        gradients.pack(weights.in_force)
+        gradients.collect(weights.companions, {})
+        gradients.pack(weights.companions)
         gradients.send()
         in_16_bits = of_few and (is_whole or has_copies)
         sent = [tensor.dtype for tensor in gradients.tensors]
         assert sent == (of_parameters if in_16_bits else [torch.float32] * 6)
         leaves = of_parameters if has_copies else [torch.float32] * 6
-        held = [leaf.grad for leaf in (*parameters, *weights.in_force.values()) if leaf.grad is not None]
+        held = [leaf.grad for leaf in (*parameters, *weights.companions.values()) if leaf.grad is not None]
         assert len(held) == sum(map(operator.eq, leaves, sent))  # what was sent in another dtype is dropped
         found.append(torch.cat([tensor.float().flatten() for tensor in gradients.tensors]).tolist())
     precision.remove()
@@ -207,7 +209,7 @@ def summed_tensors(rank: int) -> list[tuple[torch.dtype, tuple[int, ...], list[f
     ]
     dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float16]
     with patch.object(reduce, "LARGE_BYTES", 64):
-        sums = reduce.pack(tensors, dtypes).start_sum(Ranks.found())()
+        sums = reduce.pack(tensors, dtypes).start_sum(Ranks.of_default_group())()
     return [(each.dtype, each.stride(), each.float().flatten().tolist()) for each in sums]
 
 

@@ -203,7 +203,7 @@ def agreed(rank: int) -> list[str]:
         NotCapturableError("no graph"),
         KeyError("no key"),
     ]
-    agreement = Agreement(Ranks.found())
+    agreement = Agreement(Ranks.of_default_group())
     found = []
     for own in [(None, error) for error in errors] + [(errors[1], errors[4])]:  # of two, the worse one wins
         try:

@@ -34,14 +34,14 @@ def workers() -> Iterator[WorkerPool]:
 
 def errors_after_destroy(rank: int) -> list[str]:
     """Returns the errors of collectives after `destroy_process_group`, by which Ray Train ends a group."""
-    ranks, tensor = Ranks.found(), torch.ones(8, device="cuda")
-    ranks.start_sum([tensor])()
+    ranks, tensor = Ranks.of_default_group(), torch.ones(8, device="cuda")
+    ranks.start_all_reduce([tensor])()
     torch.cuda.synchronize()
     distributed.destroy_process_group()
     found = []
     for collective in (
-        lambda: ranks.start_sum([tensor])(),
-        lambda: ranks.stack(tensor),
+        lambda: ranks.start_all_reduce([tensor])(),
+        lambda: ranks.all_gather(tensor),
         lambda: ranks.broadcast_([tensor]),
         lambda: ranks.broadcast_from(0, tensor),
     ):

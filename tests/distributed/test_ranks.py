@@ -13,8 +13,8 @@ from triaccel_ray.distributed.ranks import LostRankError, Ranks, _naming_aborts
 def shared(rank: int) -> list[bytes | None]:
     """What a rank gets of rank 0's values, the last of which travels in several parts."""
     triaccel_ray.distributed.ranks.BROADCAST_BYTES = 300
-    ranks = Ranks.found()
-    return [ranks.share(None if rank else value) for value in (b"a checkpoint", None, bytes(range(256)) * 4)]
+    ranks = Ranks.of_default_group()
+    return [ranks.broadcast_bytes(None if rank else value) for value in (b"a checkpoint", None, bytes(range(256)) * 4)]
 
 
 def test_all_ranks_get_the_bytes_of_rank_0(workers: WorkerPool) -> None:
@@ -23,14 +23,14 @@ def test_all_ranks_get_the_bytes_of_rank_0(workers: WorkerPool) -> None:
 
 
 def left(rank: int) -> str:
-    ranks = Ranks.found()
+    ranks = Ranks.of_default_group()
     ranks.any(False)
     if rank == 1:
         del ranks
         torch.distributed.destroy_process_group()
         return ""
     with pytest.raises(LostRankError) as raised:
-        ranks.gather("anyone there?")
+        ranks.all_gather_object("anyone there?")
     return str(raised.value)
 
 

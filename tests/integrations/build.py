@@ -63,7 +63,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def texts(num_samples: int = NUM_SAMPLES, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Texts of ten tokens, labelled by their first."""
+    """Texts of ten tokens, labeled by their first."""
     tokens = torch.randint(1, 40, (num_samples, 10), generator=torch.Generator().manual_seed(seed))
     return [{"input_ids": ids, "labels": int(ids[0]) % 3} for ids in tokens]
 

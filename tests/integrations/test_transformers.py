@@ -200,7 +200,7 @@ def test_a_checkpoint_without_the_loops_state_is_refused(tmp_path: Path) -> None
 def test_early_stopping_and_the_best_model_are_the_trainers(tmp_path: Path) -> None:
     noise = texts()
     for index, item in enumerate(noise):
-        item["labels"] = index % 3  # can be learnt by heart, and helps no other text
+        item["labels"] = index % 3  # can be learned by heart, and helps no other text
     options = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
     options |= {"learning_rate": 1e-2, "num_train_epochs": 20, "train_dataset": noise}
     reference, trainer = both(tmp_path, callbacks=lambda: [EarlyStoppingCallback(early_stopping_patience=2)], **options)

@@ -47,7 +47,7 @@ def spread_out() -> Any:
     return model
 
 
-UNLABELLED = [{"input_ids": text["input_ids"]} for text in texts()]
+UNLABELED = [{"input_ids": text["input_ids"]} for text in texts()]
 ARGUMENTS: dict[str, Any] = {
     "auto_find_batch_size": True,
     "torch_compile": True,
@@ -81,7 +81,7 @@ AT_ONCE: tuple[tuple[type[TriAccelTrainer], Any, dict[str, Any], str], ...] = (
 )  # fmt: skip
 WHEN_IT_TRAINS: tuple[tuple[type[TriAccelTrainer], dict[str, Any], str], ...] = (
     (Contrasting, {}, "compute_loss calls the model with input_ids other than the batch's"),
-    (TriAccelTrainer, {"train_dataset": UNLABELLED}, "did not return a loss"),
+    (TriAccelTrainer, {"train_dataset": UNLABELED}, "did not return a loss"),
     (TriAccelTrainer, {"train_sampling_strategy": "group_by_length"}, "leave train_sampling_strategy out"),
     (Weighted, {}, "is drawn by WeightedRandomSampler"),
     (TriAccelTrainer, {"train_dataset": Stream(), "max_steps": 4}, "train_dataset Stream .* a map-style data set"),

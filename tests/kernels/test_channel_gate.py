@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.kernels.build import BF16, DEVICE, FP16, FP32, ROUNDING, assert_close, assert_replays
 from tests.kernels.build import poison as poison
-from triaccel_ray.kernels.channel_gate.launch import multiply, pool
+from triaccel_ray.kernels.channel_gate.api import multiply, pool
 from triaccel_ray.kernels.channel_gate.reference import channel_gate
 
 pytestmark = pytest.mark.usefixtures("poison")

@@ -8,7 +8,7 @@ from torch import Tensor
 from tests.kernels.build import BF16, DEVICE, FP16, FP32, ROUNDING, assert_close, assert_replays
 from tests.kernels.build import poison as poison
 from triaccel_ray.kernels.depthwise_conv import reference
-from triaccel_ray.kernels.depthwise_conv.launch import depthwise_conv
+from triaccel_ray.kernels.depthwise_conv.api import depthwise_conv
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triaccel_ray.kernels.image_batch import image_batch
-from triaccel_ray.kernels.image_batch.reference import draw, draw_centres, mirrored_in
+from triaccel_ray.kernels.image_batch.reference import draw, draw_centers, mirrored_in
 from triaccel_ray.kernels.image_batch.reference import image_batch as by_pytorch
 
 MEAN, STD = (0.4914, 0.4822, 0.4465, 0.5), (0.2470, 0.2435, 0.2616, 0.25)
@@ -114,7 +114,7 @@ def test_in_two_epochs_every_image_is_seen_both_ways_wherever_it_stands(make: Ca
     assert torch.equal(seen[0], mirrored_in(torch.tensor(0), torch.arange(num)))
     assert torch.equal(seen[1], ~seen[0])
     assert torch.equal(seen[2], seen[0])
-    # Half of them, and neighbours in the data set have nothing to do with one another.
+    # Half of them, and neighbors in the data set have nothing to do with one another.
     for chosen in (seen[0], seen[0][1:] ^ seen[0][:-1]):
         assert abs(int(chosen.sum()) - num / 2) < 5 * (num / 4) ** 0.5
 
@@ -126,7 +126,7 @@ def test_a_square_is_cut_out_of_the_finished_image(cutout: int, reflect: bool) -
     images, indices, key = noise(num, 3, height, width), torch.arange(num), torch.tensor(2**40 + 7)
     on_device = [t.to(DEVICE) for t in (images, indices, *constants(3))]
     how: dict[str, Any] = {"key": key.to(DEVICE), "reflect": reflect}
-    rows, columns = draw_centres(key, num, height, width)
+    rows, columns = draw_centers(key, num, height, width)
     for make in (kernel, image_batch):
         whole, cut = make(*on_device, **how).cpu(), make(*on_device, **how, cutout=cutout).cpu()
         for image, found, row, column in zip(whole, cut, rows.tolist(), columns.tolist(), strict=True):
@@ -154,7 +154,7 @@ def test_offsets_are_uniform_and_independent_of_each_other(padding: int, by: str
         rows, columns, mirrored = (drawn.flatten() for drawn in draw(keys.view(-1, 1), 1, padding))
     span = 2 * padding + 1
     assert_uniform((rows * span + columns) * 2 + mirrored.long(), 2 * span**2)
-    # Neighbours in the batch, and the same place under neighbouring keys, have nothing to do with one another.
+    # Neighbors in the batch, and the same place under neighboring keys, have nothing to do with one another.
     assert_uniform(rows[:-1] * span + rows[1:], span**2)
 
 

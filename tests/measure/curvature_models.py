@@ -189,7 +189,7 @@ FALLBACK = {"deciding": ("0",), "recurrent": ("recurrent",)}
 
 
 def make(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor, Tensor]:
-    """The model in eval mode, with normalisation statistics that do something, inputs and targets."""
+    """The model in eval mode, with normalization statistics that do something, inputs and targets."""
     build, draw = CASES[name]
     model = build().to(dtype).eval()
     for buffer in model.buffers():

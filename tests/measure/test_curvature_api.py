@@ -110,10 +110,10 @@ def test_what_others_have_done_to_modules_is_respected(name: str, change: Callab
 def test_a_penalty_on_weights_in_the_loss_is_part_of_each_samples_loss() -> None:
     model, inputs, targets = make("positions")
 
-    def penalised(outputs: Tensor, targets: Tensor) -> Tensor:
+    def penalized(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets) + model.position.weight.square().sum()
 
-    assert_fisher(model, inputs, targets, loss=penalised, fallback=("position",))
+    assert_fisher(model, inputs, targets, loss=penalized, fallback=("position",))
 
 
 def test_what_torch_func_cannot_replace_is_measured_sample_by_sample() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from triaccel_ray.records.codec import decode, encode
 
 
-class Colour(StrEnum):
+class Color(StrEnum):
     RED = "red"
     BLUE = "blue"
 
@@ -32,13 +32,13 @@ class Inner:
 class Outer:
     count: int
     flag: bool
-    colour: Colour
+    color: Color
     level: Level
     choice: Literal["a", "b", 3]
     inner: Inner
     pair: tuple[int, str]
     many: tuple[Inner, ...] = ()
-    by_colour: Mapping[Colour, float] = field(default_factory=dict)
+    by_color: Mapping[Color, float] = field(default_factory=dict)
     setting: float | int | str | bool | None = None
     anything: Any = None
 
@@ -51,13 +51,13 @@ OUTERS = st.builds(
     Outer,
     count=st.integers(),
     flag=st.booleans(),
-    colour=st.sampled_from(Colour),
+    color=st.sampled_from(Color),
     level=st.sampled_from(Level),
     choice=st.sampled_from(["a", "b", 3]),
     inner=INNERS,
     pair=st.tuples(st.integers(), st.text()),
     many=st.lists(INNERS).map(tuple),
-    by_colour=st.dictionaries(st.sampled_from(Colour), FLOATS),
+    by_color=st.dictionaries(st.sampled_from(Color), FLOATS),
     setting=st.none() | st.integers() | st.booleans() | FLOATS | TEXTS | st.just(2**60 + 1),
     anything=st.none() | st.lists(st.integers()),
 )
@@ -69,7 +69,7 @@ def test_values_survive_json(value: Outer) -> None:
     back = decode(Outer, json.loads(text))
     assert back == value
     assert type(back.setting) is type(value.setting)
-    assert all(type(key) is Colour for key in back.by_colour)
+    assert all(type(key) is Color for key in back.by_color)
 
 
 def test_not_a_number_survives_json() -> None:
@@ -89,7 +89,7 @@ def test_what_has_no_json_form_is_refused(value: Any) -> None:
 
 
 GOOD = {
-    "count": 1, "flag": True, "colour": "red", "level": 1, "choice": "a", "inner": {"number": 1.0}, "pair": [1, "x"],
+    "count": 1, "flag": True, "color": "red", "level": 1, "choice": "a", "inner": {"number": 1.0}, "pair": [1, "x"],
 }  # fmt: skip
 
 
@@ -98,7 +98,7 @@ GOOD = {
     [
         ({"count": True}, r"Outer\.count = True: must be an integer"),
         ({"flag": 1}, r"Outer\.flag = 1: must be a bool"),
-        ({"colour": "green"}, r"Outer\.colour = 'green': must be one of \['red', 'blue'\]"),
+        ({"color": "green"}, r"Outer\.color = 'green': must be one of \['red', 'blue'\]"),
         ({"level": "LOW"}, r"Outer\.level = 'LOW': must be one of \[1, 2\]"),
         ({"choice": "c"}, r"Outer\.choice = 'c': must be one of a, b, 3"),
         ({"inner": {"number": False}}, r"Outer\.inner\.number = False: must be a number"),
@@ -109,9 +109,9 @@ GOOD = {
         ({"pair": [1]}, r"Outer\.pair = \[1\]: must be a list of 2"),
         ({"pair": "1x"}, r"Outer\.pair = '1x': must be a list"),
         ({"many": [{"number": 1.0}, {"number": None}]}, r"Outer\.many\[1\]\.number = None: must be a number"),
-        ({"by_colour": [1]}, r"Outer\.by_colour = \[1\]: must be an object"),
-        ({"by_colour": {"green": 1.0}}, r"Outer\.by_colour = 'green': must be one of"),
-        ({"by_colour": {"red": "x"}}, r"Outer\.by_colour\.red = 'x': must be a number"),
+        ({"by_color": [1]}, r"Outer\.by_color = \[1\]: must be an object"),
+        ({"by_color": {"green": 1.0}}, r"Outer\.by_color = 'green': must be one of"),
+        ({"by_color": {"red": "x"}}, r"Outer\.by_color\.red = 'x': must be a number"),
         ({"setting": [1]}, r"Outer\.setting = \[1\]: must be a bool"),
     ],
 )

@@ -46,7 +46,7 @@ def test_only_what_was_searched_is_replaced() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"precision": {"tau_lo": 1e-8}}, "tau_lo"), ({"colour": "red"}, r"\['colour'\]: must be only the fields")],
+    [({"precision": {"tau_lo": 1e-8}}, "tau_lo"), ({"color": "red"}, r"\['color'\]: must be only the fields")],
 )
 def test_a_file_with_wrong_keys_is_named(
     changes: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -63,6 +63,6 @@ def _run(url: str, folder: Path, wait_s: int, *options: str) -> str:
     return done.stdout
 
 
-def num_colours(picture: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> int:
-    """How many colours a picture has: one where it is blank."""
+def num_colors(picture: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> int:
+    """How many colors a picture has: one where it is blank."""
     return len(np.unique(picture.reshape(-1, 3).astype(np.int64) @ [1 << 16, 1 << 8, 1]))

@@ -68,7 +68,7 @@ class TwoViews(Blobs):
 
 
 class Pictures(Task):
-    # convolutions, normalisation, dropout, augmentation: what depends on state and chance
+    # convolutions, normalization, dropout, augmentation: what depends on state and chance
     name = "pictures"
     recipe = RECIPE
 

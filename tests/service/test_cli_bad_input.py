@@ -114,7 +114,7 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     # the argument parser's own
     ("run digits --lr None", "Error parsing --lr"),
     ("run digits --memory-budget -1GiB", "-1GiB"),
-    ("run digits --colour red", "--colour"),
+    ("run digits --color red", "--color"),
     ("serach digits", "command = 'serach': no such command, did you mean search? the commands are run, search, "),
     ("run digits --name artifacts", "name = 'artifacts': is where MLflow's records lie"),
     ("report run1/trials/x", "there is no folder"),

@@ -133,7 +133,7 @@ def test_no_password_of_an_address_stands_in_what_is_to_be_typed(tmp_path: Path)
     assert display_address("host:6379") == "host:6379"
 
 
-def test_colours_of_a_log_stay() -> None:
+def test_colors_of_a_log_stay() -> None:
     written = StringIO()
     SafeConsole(file=written).print("\x1b[31mred\x1b[0m \x1b[2J\x9b2J")
     assert written.getvalue() == "\x1b[31mred\x1b[0m \ufffd[2J\ufffd2J\n"

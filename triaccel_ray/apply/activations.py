@@ -222,7 +222,7 @@ class Activations:
         """Stops offloading regions that the host of any rank could not pin memory for; returns a fault, if any."""
         if self._offloading is None:
             return ()
-        unpinned = dict(ChainMap(*ranks.gather(self._offloading.unpinned)))
+        unpinned = dict(ChainMap(*ranks.all_gather_object(self._offloading.unpinned)))
         why = f"the host cannot pin memory for them ({', '.join(dict.fromkeys(unpinned.values()))})"
         return self._bar(unpinned, Storage.OFFLOAD, why, step)
 

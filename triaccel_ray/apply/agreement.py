@@ -76,10 +76,11 @@ class Agreement:
     def _agreed(self, error: Exception | None) -> Exception | None:
         """Returns the error of the worst kind over ranks, this rank's own if it is of this kind."""
         own = 0 if error is None else 1 + next(i for i, (fits, _) in enumerate(_KINDS) if fits(error))
-        (worst,) = self.ranks.maximum([own])
+        (worst,) = self.ranks.all_reduce_max([own])
         if not worst:
             return None
-        told = self.ranks.gather([own, "" if error is None else f"{type(error).__name__}: {first_line(error)}"])
+        own_text = "" if error is None else f"{type(error).__name__}: {first_line(error)}"
+        told = self.ranks.all_gather_object([own, own_text])
         if own == worst:
             return error
         rank, text = next((rank, text) for rank, (kind, text) in enumerate(told) if kind == worst)

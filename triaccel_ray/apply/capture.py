@@ -273,8 +273,8 @@ class StepCache:
             batches = self.step.batches(static_indices, key.batch_size) if batch is None else iter(batch.parts)
             with self.step.peers.agreeing():
                 loss_sums.append(self.step.accumulate(batches, key.batch_size, loss_scale, is_captured=True))
-                gradients.collect(weights.in_force, weights.sums)
-            gradients.pack(weights.in_force)
+                gradients.collect(weights.companions, weights.sums)
+            gradients.pack(weights.companions)
             gradients.send()
             if self._update.is_capturable:
                 self._update.run(loss_sums[0], key.batch_size, gradients)
@@ -313,7 +313,7 @@ class StepCache:
     def agree(self) -> None:
         """Releases the graphs of all ranks if one has released its own: a capture takes all ranks."""
         state = [sorted(map(repr, keys)) for keys in (self._entries, self._too_large, self._is_ready)]
-        if len(set(self.step.peers.ranks.gather(digest([self.enabled, state])))) > 1:
+        if len(set(self.step.peers.ranks.all_gather_object(digest([self.enabled, state])))) > 1:
             self.enabled = not self.step.peers.ranks.any(not self.enabled)
             self._pool.release()
             self._is_ready.clear()

@@ -29,7 +29,7 @@ def _convolve(module: Any, input: Any) -> Any:  # noqa: A002  # as PyTorch names
     weight: Tensor = module.weight
     if torch.compiler.is_compiling() or not (_supports_settings(module) and _supports_input(module, input)):
         return nn.Conv2d.forward(module, input)
-    from triaccel_ray.kernels.depthwise_conv.launch import depthwise_conv  # Triton may be missing without a GPU
+    from triaccel_ray.kernels.depthwise_conv.api import depthwise_conv  # Triton may be missing without a GPU
 
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
     return depthwise_conv(input.to(dtype), weight.to(dtype), stride=module.stride[0], padding=module.padding[0])

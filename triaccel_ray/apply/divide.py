@@ -21,8 +21,8 @@ class Divided:
 
     module: fx.GraphModule
     regions: Mapping[str, nn.Module]
-    """Name -> the submodule of `module` that computes the region, or the segment that begins with it, in the order of
-    the graph; regions missing from the graph are left out."""
+    """Name -> the submodule of `module` that computes the region, or the segment that begins with it. The order is the
+    graph's; regions missing from it are left out."""
     before: Mapping[str, str]
     """Region that can join -> the region before it, from which alone its inputs come."""
     spared: Mapping[RecomputedInput, frozenset[str]]

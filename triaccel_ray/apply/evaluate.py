@@ -185,7 +185,7 @@ class _Evaluator:
     ) -> tuple[float, list[float], int]:
         """Returns loss sum, other sums and number of samples of all ranks, or those of rank 0 if each has them all."""
         names = None if self._metrics is None else list(self._metrics)
-        found = [each for each in ranks.gather([sums, num_samples, self.has_views, names]) if each[1]]
+        found = [each for each in ranks.all_gather_object([sums, num_samples, self.has_views, names]) if each[1]]
         if not is_shared:
             found = found[:1]
         self.has_views = any(each[2] for each in found)

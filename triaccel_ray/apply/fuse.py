@@ -49,8 +49,8 @@ class Fusion:
     def holds(self) -> bool:
         """Returns whether `module` still computes what the model does; if not, fuse again or run the model.
 
-        It no longer does after a module that holds batch normalizations or a fused gate has been given hooks or
-        switched between training and evaluation mode. Norms, activations and layers may change at any time.
+        It no longer does once a module with batch normalizations or a fused gate gets hooks, or is switched between
+        training and evaluation. Norms, activations and layers may change at any time.
         """
         return self._trace.holds()
 
@@ -86,8 +86,8 @@ def fuse(model: nn.Module, leaves: Collection[nn.Module], *, recompute: bool = T
     """Returns `model` with every chain BatchNorm2d [-> residual sum] [-> activation] as one `FusedNorm`, or why not.
 
     `leaves`, the control loop's layers, are called unchanged, including hooks and replaced forward functions. The model
-    is not changed; `trace` says which models are refused. A chain ends at a value that is read twice, before an
-    operation that writes into another tensor, and before an activation of a sum other than ReLU. If both summands come
+    is not changed; `trace` says which models are refused. A chain ends at a value that is read twice, and before an
+    operation that writes into another tensor. After a sum, it includes no activation but ReLU. If both summands come
     from norms, the later norm takes the sum. Outputs that are read twice are forked if possible: the kernel then adds
     the gradients. An output that is multiplied by a gate made from its mean, as in squeeze-and-excitation, is read by a
     `Pool` and a `Multiply`. With `recompute`, a norm's only reader does not save the output (`RecomputedInput`).
@@ -235,7 +235,7 @@ class _Rewriting:
         """Returns the only reader of `node`, if it is an activation.
 
         After a sum, only ReLU is fused. For other activations the kernel saves the residual, while the original code
-        saves the sum: code that then writes into the residual would break the backward pass.
+        saves the sum. Code that then writes into the residual would break the backward pass.
         """
         user = _only_user(node)
         _, activation = self._activation(user)

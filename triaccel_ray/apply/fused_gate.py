@@ -39,7 +39,7 @@ class Pool(nn.Module):
         is_hooked = isinstance(self.original, nn.Module) and not is_plain(self.original)
         if is_hooked or not (fits and x.is_contiguous(memory_format=torch.channels_last)):
             return self.original(x), x
-        from triaccel_ray.kernels.channel_gate.launch import pool  # here: without a GPU triton need not exist
+        from triaccel_ray.kernels.channel_gate.api import pool  # here: without a GPU triton need not exist
 
         mean, pooled = pool(x)
         return mean if self._keepdim else mean.flatten(1), pooled
@@ -56,7 +56,7 @@ class Multiply(nn.Module):
         fits = isinstance(gate, Tensor) and gate.dtype in DTYPES and gate.device == x.device
         if not (fits and gate.shape == (*x.shape[:2], 1, 1)):
             return x * gate
-        from triaccel_ray.kernels.channel_gate.launch import multiply
+        from triaccel_ray.kernels.channel_gate.api import multiply
 
         return multiply(pooled, gate)
 

@@ -22,9 +22,9 @@ _MIN_CAPABILITY = (8, 0)
 class FusedNorm(nn.Module):
     """Computes activate(combine(norm(x), residual)), by a fused kernel if it applies.
 
-    The kernel applies in training mode on a GPU, to 4-dimensional FP32, FP16 and BF16 tensors in channels_last memory
-    and a norm with weight, bias, moving averages and a momentum. Otherwise the original modules are called. If only the
-    memory format rules out the kernel, `refused_because` says so.
+    The kernel applies in training mode on a GPU, to 4-dimensional FP32, FP16 and BF16 tensors in channels_last memory.
+    The norm must have weight, bias, moving averages and a momentum. Otherwise the original modules are called. If only
+    the memory format rules out the kernel, `refused_because` says so.
     """
 
     def __init__(

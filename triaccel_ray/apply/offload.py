@@ -143,11 +143,6 @@ class Arena:
         self._chunks: list[Tensor] = []
         self._chunk = self._offset = 0
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of host memory held."""
-        return sum(map(len, self._chunks))
-
     def rewind(self) -> None:
         """Makes all memory available again."""
         self._chunk = self._offset = 0

@@ -47,9 +47,9 @@ class LayerwiseOptimizer:
 
         The optimizer is shared among `ranks`, if given: each holds the state of its `Shards`, and steps these alone.
 
-        Only the kernel, or its reference on a CPU, can step weights that are `split`, parameters in `buckets` (indices
-        of `watched`, stepped one bucket after another), and state `in_8_bits`. If the user's optimizer takes over,
-        weights are joined and state becomes FP32.
+        Only the kernel, or its reference on a CPU, can step weights that are `split`, parameters in `buckets`, and
+        state `in_8_bits`. Buckets are indices of `watched`, stepped one after another. If the user's optimizer takes
+        over, weights are joined and state becomes FP32.
         """
         self.optimizer, self._release_memory, self._split_weights = optimizer, release_memory, split
         self._out_of_memory_details: list[str] = []
@@ -177,8 +177,8 @@ class LayerwiseOptimizer:
         """Makes one optimizer step with `gradients`, those of `watched` or of one bucket of it.
 
         Gradients are divided by `divisor` first (fp32 scalar tensor: the loss scale, larger if the norm is clipped), so
-        that step hooks see unscaled gradients. The step is skipped if `found_nonfinite` is 1: on the device if a kernel
-        steps or the optimizer is fused, else after the host has read it.
+        that step hooks see unscaled gradients. The step is skipped if `found_nonfinite` is 1. The device skips it if a
+        kernel steps or the optimizer is fused, else the host, after reading the flag.
         """
         if self._fused:
             factor = self._lr_factor_on_device

@@ -71,7 +71,7 @@ def refused_precisions(
     if not fp8.has_fp8(device):
         refused[Precision.FP8] = "this device has no FP8 instructions"
     elif not in_fp8:
-        least = fp8.ALIGNMENT if config.allow_slow_precisions else fp8.LEAST_WIDTH
+        least = fp8.ALIGNMENT if config.allow_slow_precisions else fp8.MIN_WIDTH
         text = f"fp8 needs a linear layer with at least {least} inputs and outputs, in multiples of {fp8.ALIGNMENT}"
         refused[Precision.FP8] = text
     elif not (config.allow_slow_precisions or (is_compiled and device.type == "cuda")):
@@ -82,9 +82,9 @@ def refused_precisions(
 def precisions_without_benefit(device_type: str, *, is_compiled: bool) -> Mapping[Precision, str]:
     """Returns the precisions that gain nothing, each with the reason.
 
-    PyTorch's convolutions in FP16 took 77 times as long as in FP32 on an AMD EPYC without instructions for it, and 330
-    times on an Intel Xeon with them. A private operator reports BF16, and nothing else does. On a GPU, compiled code
-    takes as long in FP16 as in BF16 (ViT-S on an H200: 9.0 and 8.9 ms a step), while FP16 needs a loss scale and each
+    On a CPU, PyTorch's convolutions in FP16 take 77 times as long as in FP32 (AMD EPYC, without FP16 instructions), or
+    330 times (Intel Xeon, with them). A private operator reports BF16, and nothing else does. On a GPU, compiled code
+    takes as long in FP16 as in BF16 (ViT-S on an H200: 9.0 and 8.9 ms a step). But FP16 needs a loss scale, and each
     new plan takes seconds to compile.
     """
     if device_type == "cuda":

@@ -27,9 +27,9 @@ from triaccel_ray.model.gradients import Gradients, buckets_by_arrival, gradient
 
 BUCKET_ELEMENTS = 25 * 2**19
 """Elements of gradients that are sent together: 25 MiB in 16 bits, as in `DistributedDataParallel`."""
-_LEAST_BUCKETS = 4
+_MIN_BUCKETS = 4
 """Fewest parts in which a small model's gradients are sent: the last part leaves only after the backward pass."""
-MOST_RANKS_IN_16_BITS = 8
+MAX_RANKS_IN_16_BITS = 8
 """Ranks up to which gradients are added in 16 bits, although each addition rounds.
 
 Error of a sum of random numbers in BF16, simulated: 2 ranks 0.25 %, 8 0.4 %, 64 1.0 %, 512 2.7 %; rounded once 0.17 %.
@@ -40,7 +40,7 @@ it. Smaller ones are copied into one tensor for each dtype."""
 _ALIGNMENT_BYTES = 16
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _Copies = Mapping[int, Tensor]
-"""Id of a parameter -> its copy (`Weights.in_force`), which receives the gradient if it requires one."""
+"""Id of a parameter -> its copy (`Weights.companions`), which receives the gradient if it requires one."""
 Dtypes = Callable[[], Sequence[torch.dtype | None]]
 """Returns the dtype that each parameter's layer computes in now; None for a parameter of no layer, or of several."""
 
@@ -59,7 +59,7 @@ class Reduction:
     ) -> None:
         """Groups `parameters` into buckets; `order` is that of the forward pass, as far as it is known."""
         self.parameters, self.peers, self._dtypes = tuple(parameters), peers, dtypes
-        elements = min(BUCKET_ELEMENTS, sum(p.numel() for p in parameters) // _LEAST_BUCKETS)
+        elements = min(BUCKET_ELEMENTS, sum(p.numel() for p in parameters) // _MIN_BUCKETS)
         self.buckets = buckets_by_arrival(parameters, order, elements=elements, in_first=BUCKET_ELEMENTS // 25)
         """Indices of `parameters` in the order in which they are sent. The first bucket is small, so that the first
         message leaves early (Li et al. 2020, section 3.2.3)."""
@@ -124,7 +124,7 @@ class Reduction:
         if current is not None:  # what was sent may be dropped already
             codes = [sent or code for sent, code in zip(current.codes, codes, strict=True)]
         is_irregular = self._is_irregular or any(_in_two_places(p, copies.get(id(p))) for p in self.parameters)
-        *agreed, irregular = self.peers.ranks.maximum([*codes, int(is_irregular)])
+        *agreed, irregular = self.peers.ranks.all_reduce_max([*codes, int(is_irregular)])
         if current is not None:
             if irregular or agreed != current.expected:
                 self._expected.clear()
@@ -142,7 +142,7 @@ class Reduction:
         if gradient is None:
             return 0
         sent, of_layer = gradient.dtype, None if self._key is None else self._key[0][index]
-        if self.peers.ranks.world_size > MOST_RANKS_IN_16_BITS:
+        if self.peers.ranks.world_size > MAX_RANKS_IN_16_BITS:
             sent = torch.promote_types(sent, torch.float32)
         elif of_layer is not None and of_layer.itemsize < sent.itemsize:
             sent = of_layer
@@ -251,7 +251,7 @@ class Packed(NamedTuple):
 
     def start_sum(self, ranks: Ranks) -> Callable[[], list[Tensor]]:
         """Starts to sum over ranks; returns a function that has the current stream wait, and returns the sums."""
-        wait = ranks.start_sum(self.messages)
+        wait = ranks.start_all_reduce(self.messages)
 
         def finish() -> list[Tensor]:
             wait()

@@ -47,8 +47,8 @@ class Shards:
     def exchange(self, companions: Mapping[int, Tensor]) -> None:
         """Copies what the owners have stepped to the other ranks; device work alone, which a graph can capture.
 
-        `companions` maps ids of parameters to tensors beside them: low words of split weights, which are sent, too, or
-        low-precision copies, which each rank derives from its parameters.
+        `companions` maps ids of parameters to tensors beside them. Low words of split weights are sent, too. Each rank
+        derives low-precision copies from its parameters.
         """
         sent: list[list[Tensor]] = [[] for _ in range(self._ranks.world_size)]
         copies: list[tuple[Tensor, Tensor]] = []
@@ -63,7 +63,7 @@ class Shards:
         for pieces_of in _messages(sent):
             message = torch.zeros(max(map(_length, pieces_of)), dtype=_UNIT, device=self._parameters[0].device)
             _copy(_parts(message, pieces_of[self._ranks.rank]), pieces_of[self._ranks.rank])
-            for sender, row in enumerate(self._ranks.stack(message)):
+            for sender, row in enumerate(self._ranks.all_gather(message)):
                 if sender != self._ranks.rank:
                     _copy(pieces_of[sender], _parts(row, pieces_of[sender]))
         _copy([copy for copy, _ in copies], [weight for _, weight in copies])
@@ -74,7 +74,7 @@ class Shards:
         `state` is this rank's; the other ranks get theirs back.
         """
         own, is_first = state["state"], self._ranks.rank == 0
-        kinds_of = self._ranks.gather({str(index): _kinds(values) for index, values in own.items()})
+        kinds_of = self._ranks.all_gather_object({str(index): _kinds(values) for index, values in own.items()})
         found: dict[int, dict[str, Any]] = {}
         for index, parameter in enumerate(self._parameters):
             owner = self._owner_of[id(parameter)]

@@ -31,7 +31,7 @@ class SplitWeights(Weights):
     evaluation, curvature, loading of checkpoints, the optimizer's own step. `model.state_dict()` always holds FP32,
     for split weights in host memory. In-place writes to a split weight are detected by its version counter.
 
-    `in_force` holds the low words, int16.
+    `companions` holds the low words, int16.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], optimizer: torch.optim.Optimizer) -> None:
@@ -72,7 +72,7 @@ class SplitWeights(Weights):
     def accept_step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Notes that a step has raised the versions of `parameters` by one, so that it is no outside write."""
         for parameter in parameters:
-            if id(parameter) in self.in_force:
+            if id(parameter) in self.companions:
                 self._words[id(parameter)].version += 1
 
     def join(self) -> None:
@@ -91,7 +91,7 @@ class SplitWeights(Weights):
     @torch.no_grad()
     def gather_gradient(self, parameter: Tensor) -> None:
         """Adds the gradient of a split weight to `sums` in FP32; ignores other parameters."""
-        if id(parameter) in self.in_force and parameter.grad is not None:
+        if id(parameter) in self.companions and parameter.grad is not None:
             total = self.sums.get(id(parameter))
             self.sums[id(parameter)] = parameter.grad.float() if total is None else total.add_(parameter.grad)
             parameter.grad = None
@@ -105,8 +105,8 @@ class SplitWeights(Weights):
 
     def _update(self) -> None:
         lows = {key: words.low for key, words in self._words.items() if words.is_split}
-        if {key: id(low) for key, low in lows.items()} != {key: id(low) for key, low in self.in_force.items()}:
-            self.in_force = lows
+        if {key: id(low) for key, low in lows.items()} != {key: id(low) for key, low in self.companions.items()}:
+            self.companions = lows
 
 
 class _Words:

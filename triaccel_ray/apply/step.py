@@ -31,7 +31,7 @@ from triaccel_ray.model.layers import (
     trained_modules,
     uses_batch_statistics,
 )
-from triaccel_ray.records.plan import Fault, FaultKind
+from triaccel_ray.records.plan import Fault, FaultKind, largest_micro_batch
 from triaccel_ray.records.signals import RegionSignal
 
 
@@ -116,7 +116,7 @@ class Step:
         The size counts the samples of all ranks, the costs are those of this rank's share.
         """
         share = self.peers.ranks.largest_share(batch_size)
-        size, own_size = (-(-number // self.num_micro_batches) for number in (batch_size, share))
+        size, own_size = (largest_micro_batch(number, self.num_micro_batches) for number in (batch_size, share))
         is_divided = self.fusion is not None and self.fusion.holds()
         return size, self.activations.signals(own_size, self.precision.key, is_divided=is_divided)
 
@@ -158,10 +158,10 @@ class Step:
                     parts = self.batches(indices, num_samples)
                     loss_sum = self.accumulate(parts, num_samples, loss_scale, obstacles if watch else None)
                     if gradients is not None:
-                        gradients.collect(self.precision.weights.in_force, self.precision.weights.sums)
+                        gradients.collect(self.precision.weights.companions, self.precision.weights.sums)
                 if gradients is not None:
                     phase = "reduce"
-                    gradients.pack(self.precision.weights.in_force)
+                    gradients.pack(self.precision.weights.companions)
                 faults = feature_faults + memory_faults + self._learn(step)
                 return StepOutcome(loss_sum=loss_sum, faults=faults, obstacles=tuple(obstacles))
             except (RuntimeError, MemoryError) as error:
@@ -205,7 +205,7 @@ class Step:
             step=step,
             phase=phase,
             batch_size=num_samples,
-            micro_batch_size=-(-num_samples // self.num_parts(num_samples)),
+            micro_batch_size=largest_micro_batch(num_samples, self.num_parts(num_samples)),
             stores_least=self.activations.stores_least,
             detail=detail,
         )
@@ -288,7 +288,9 @@ class Step:
                         around.enter_context(self.stepper.taking(is_first=not num_passed, is_last=is_last))
                     if self._reduction is not None:
                         is_whole = self.num_micro_batches == 1 and num_samples >= self.peers.ranks.world_size
-                        around.enter_context(self._reduction.taking(self.precision.weights.in_force, is_whole=is_whole))
+                        around.enter_context(
+                            self._reduction.taking(self.precision.weights.companions, is_whole=is_whole)
+                        )
                     (loss * (loss_scale * (count / num_samples))).backward()
                 num_passed += count
                 if self.num_micro_batches > 1 and self.stepper is None:
@@ -326,7 +328,7 @@ class Step:
             parameter.grad = None
         self.precision.weights.zero_grad()
 
-    def batches(self, indices: Tensor, num_of_all: int | None = None) -> Iterator[tuple[int, Any, Any]]:
+    def batches(self, indices: Tensor, num_of_all: int) -> Iterator[tuple[int, Any, Any]]:
         """Yields the samples at `indices` as micro-batches: number of samples, inputs, targets.
 
         Of `num_of_all` samples of all ranks, these are one rank's share.
@@ -334,7 +336,7 @@ class Step:
         num_samples = len(indices)
         if num_samples == 0:
             return
-        num_parts = min(self.num_parts(num_of_all or num_samples), max(num_samples // self._least_samples, 1))
+        num_parts = min(self.num_parts(num_of_all), max(num_samples // self._least_samples, 1))
         for part in indices.tensor_split(num_parts):
             yield len(part), *self.sampler.source.batch(part, self.sampler.generator)
 

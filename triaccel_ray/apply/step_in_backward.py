@@ -161,7 +161,7 @@ class StepInBackward:
     def _process_bucket(self, index: int) -> None:
         assert self._gradients is not None
         gradients = self._gradients.buckets[index]
-        gradients.collect(self._weights.in_force, self._weights.sums)
+        gradients.collect(self._weights.companions, self._weights.sums)
         if self._gradients.publishes:
             gradients.publish()
         self._take(index, gradients, index not in self._stepped)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from triaccel_ray.records.plan import Fault, FaultKind, Storage
+from triaccel_ray.records.plan import Fault, FaultKind, Storage, largest_micro_batch
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,6 @@ class StepKind:
             step=step,
             phase="capture",
             batch_size=self.batch_size,
-            micro_batch_size=-(-self.batch_size // self.num_micro_batches),
+            micro_batch_size=largest_micro_batch(self.batch_size, self.num_micro_batches),
             detail=detail[:500],
         )

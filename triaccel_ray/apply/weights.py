@@ -34,7 +34,7 @@ class Weights:
     """Incremented whenever memory that a captured graph may read is freed."""
 
     def __init__(self) -> None:
-        self.in_force: Mapping[int, Tensor] = {}
+        self.companions: Mapping[int, Tensor] = {}
         """Id of a parameter -> the tensor that the optimizer writes beside it; a new mapping at each change."""
         self.sums: dict[int, Tensor] = {}
         """Id of a parameter whose `.grad` has 16 bits -> the FP32 sum of its gradients over micro-batches."""
@@ -122,7 +122,7 @@ class ComputeCopies(Weights):
             if dtype != torch.float32 and p.requires_grad and not has_hooks(p)
         }
         copy_of = {id(parameter): self._copy(parameter, dtype) for parameter, dtype in low.items()}
-        self.in_force = copy_of
+        self.companions = copy_of
         self._covered = list(low)
         self.written(self._covered)
         for part, copies in self._shown:
@@ -133,7 +133,7 @@ class ComputeCopies(Weights):
         """Writes parameters changed outside the optimizer to their copies; recreates copies that no longer fit."""
         stale = [p for p in self._covered if self._seen[id(p)] != _state(p)]
         unfit = any(has_hooks(p) or not p.requires_grad for p in self._covered)
-        if unfit or any(not have_equal_dense_strides(self.in_force[id(p)], p) for p in stale):
+        if unfit or any(not have_equal_dense_strides(self.companions[id(p)], p) for p in stale):
             self._made.clear()
             self.generation += 1
             self.set(self._dtypes)
@@ -143,15 +143,15 @@ class ComputeCopies(Weights):
     @torch.no_grad()
     def written(self, parameters: Sequence[nn.Parameter]) -> None:
         """Writes these parameters to their copies, if they have any."""
-        covered: list[Tensor] = [p for p in parameters if id(p) in self.in_force]
+        covered: list[Tensor] = [p for p in parameters if id(p) in self.companions]
         if covered:
-            torch._foreach_copy_([self.in_force[id(p)] for p in covered], covered)
+            torch._foreach_copy_([self.companions[id(p)] for p in covered], covered)
         self._seen.update({id(p): _state(p) for p in covered})
 
     @torch.no_grad()
     def gather_gradient(self, parameter: Tensor) -> None:
         """Adds the gradient of the parameter's copy to its own, in FP32."""
-        copy = self.in_force.get(id(parameter))
+        copy = self.companions.get(id(parameter))
         if copy is not None and copy.grad is not None:
             gradient = copy.grad.to(parameter.dtype)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -164,7 +164,7 @@ class ComputeCopies(Weights):
 
     def drop_unused(self) -> None:
         """Frees the copies that are not in force."""
-        in_force = {id(copy) for copy in self.in_force.values()}
+        in_force = {id(copy) for copy in self.companions.values()}
         self._made = {key: copy for key, copy in self._made.items() if id(copy) in in_force}
 
     def shown_by(self, module: nn.Module) -> Shown:

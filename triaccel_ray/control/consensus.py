@@ -29,7 +29,7 @@ def joined_ranks(
     Raises:
         ValueError: the ranks were given different settings, models or optimizers; or settings that need one process.
     """
-    ranks = Ranks.found()
+    ranks = Ranks.of_default_group()
     if ranks.is_alone:
         return ranks
     parameters = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
@@ -111,7 +111,7 @@ def agreed_observation(ranks: Ranks, observation: Observation) -> Observation:
     """
     if ranks.is_alone:
         return observation
-    return merged([decode(Observation, each) for each in ranks.gather(encode(observation))])
+    return merged([decode(Observation, each) for each in ranks.all_gather_object(encode(observation))])
 
 
 def merged(observations: Sequence[Observation]) -> Observation:

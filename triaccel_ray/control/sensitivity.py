@@ -152,7 +152,7 @@ class _Check:
             self._training.precision.set(self._in_force)
             if self._training.device.type == "cuda":  # or memory cached by the passes would add to that of the graphs
                 self._training.memory.trim()
-        loss_before, loss, moved = map(fmean, zip(*self._training.ranks.gather(values), strict=True))
+        loss_before, loss, moved = map(fmean, zip(*self._training.ranks.all_gather_object(values), strict=True))
         return Effect(loss_before=loss_before, loss=loss, output_change=moved)
 
     def _losses_and_change(self, change: Precisions) -> list[float]:

@@ -67,7 +67,7 @@ class TrainingUpdate:
         """
         active = self._precision.needs_loss_scale
         scale = self._loss_scale.factor(active)
-        wait_for_loss = self._ranks.start_sum([loss_sum])
+        wait_for_loss = self._ranks.start_all_reduce([loss_sum])
         if isinstance(gradients, Gradients):
             found = self._moments.stats.update(gradients.table, scale)
             divisor = self._divisor_of(scale, active, lambda: self._moments.norm(scale))

@@ -84,7 +84,7 @@ def parameter_signal(
         shared_state_bytes=shared_state_bytes,
         unsupported_because=unsupported or failure,
     )
-    return decode(ParameterSignal, ranks.gather(encode(signal))[0])
+    return decode(ParameterSignal, ranks.all_gather_object(encode(signal))[0])
 
 
 def _precisions(

@@ -30,7 +30,7 @@ def use_lean_memory(device: torch.device) -> None:
     CUDA's default stays, since the user has chosen it. PyTorch's allocator uses expandable segments, in which blocks of
     different sizes can reuse the same memory, unless the environment configures it. Memory allocated earlier stays.
 
-    It affects the whole process: kernels that recurse or call by pointers may need larger stacks, and tensors in
+    It affects the whole process. Kernels that recurse or call by pointers may need larger stacks, and tensors in
     expandable segments cannot be shared with other processes.
     """
     if device.type != "cuda":

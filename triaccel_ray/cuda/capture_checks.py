@@ -50,8 +50,8 @@ def watched(obstacles: list[Obstacle], device: torch.device) -> Iterator[None]:
 def running_eager_code() -> Iterator[None]:
     """Makes models of transformers run their eager code in a capture: that code is compiled already.
 
-    They ask whether a step is captured, and then build attention masks that they leave out otherwise, because checking
-    a mask's values waits for the device. Use it only for steps that have not waited.
+    In a captured step, they build attention masks that they leave out otherwise, because checking a mask's values waits
+    for the device. Use it only for steps that have not waited.
     """
     module = sys.modules.get("transformers.utils.import_utils")
     original = getattr(module, "is_cuda_stream_capturing", None)

@@ -11,7 +11,7 @@ from torch import Tensor
 def in_host_memory(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns a copy of `tensor` that is a tensor of the CUDA `device` but takes none of the device's memory.
 
-    It lies in pinned host memory, which kernels read over the bus at a hundredth of the speed of device memory: use it
+    It lies in pinned host memory, which kernels read over the bus at a hundredth of the speed of device memory. Use it
     for data that is read a little at a time. PyTorch rounds pinned memory up to a power of two. The memory may be
     reused as soon as its last tensor is gone: synchronize with the device before that.
 

@@ -72,8 +72,8 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
 def next_batch_size(num_left: int, wanted: int) -> int:
     """Returns the size of the next batch of an epoch with `num_left` samples left: at most `wanted`, or 3.
 
-    Batch norm cannot train on one sample. If one would be left over, the last two batches share their samples, the
-    larger half first, so that a schedule never counts fewer batches than were taken.
+    Batch norm cannot train on one sample. If one would be left over, the last two batches share their samples. The
+    larger half comes first, so that a schedule never counts fewer batches than were taken.
     """
     if num_left != wanted + 1:
         return min(wanted, num_left)

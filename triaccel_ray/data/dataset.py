@@ -39,7 +39,7 @@ class DatasetSource(DataSource):
     loss trains with `lambda outputs, batch: outputs.loss`, any other with a loss that looks up `batch["labels"]`.
 
     Worker processes prefetch samples, and the copy of a batch to a GPU overlaps with the step before it. Random
-    transforms that draw from the global generators of Python, PyTorch or NumPy are reproducible: batch sizes, the
+    transforms that draw from the global generators of Python, PyTorch or NumPy are reproducible. Batch sizes, the
     number of workers, and resuming a run do not change them. Transforms with a generator of their own are not.
     """
 

@@ -27,8 +27,8 @@ class IterableSource(DataSource):
 
     Items, `collate_fn` and the seeding of random transforms are as in `DatasetSource`. Before each pass the data set's
     `set_epoch(epoch)` is called, if it has one. A run can be resumed within an epoch if the data set has `state_dict`
-    and `load_state_dict`, which count a sample before it is yielded; otherwise only between epochs. Measurements
-    beside the training step, such as curvature, use the first 128 samples.
+    and `load_state_dict`; otherwise only between epochs. The state must count a sample before it is yielded.
+    Measurements beside the training step, such as curvature, use the first 128 samples.
     """
 
     def __init__(self, dataset: Iterable[Any], *, num_workers: int = 0, collate_fn: Collate | None = None) -> None:

@@ -48,8 +48,8 @@ class EpochOrder:
 class Workers:
     """Worker processes that read an order in chunks, and a buffer of the samples that they return.
 
-    Chunks are cut and joined to batches of any size. A user's `collate` may pad or mix samples, so with one a chunk is
-    a batch, and a new batch size restarts reading at the cursor.
+    Chunks are cut and joined to batches of any size. A user's `collate` may pad or mix samples. With one, a chunk is a
+    batch, and a new batch size restarts reading at the cursor.
     """
 
     def __init__(self, dataset: Dataset[Any], num_workers: int, *, collate: Collate | None, pinned: bool) -> None:

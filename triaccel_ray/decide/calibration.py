@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from triaccel_ray.decide.batch import GIB
-from triaccel_ray.decide.memory import Measured, added_ms, modelled_bytes, sums_bytes
+from triaccel_ray.decide.memory import Measured, added_ms, modeled_bytes, sums_bytes
 from triaccel_ray.decide.throughput import Judgement
 from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode, largest_micro_batch
 from triaccel_ray.records.signals import MemoryProfile, MemorySignal, Observation
@@ -169,7 +169,7 @@ def remember_plan(observation: Observation, judged: Judgement, new: Plan, state:
 
 def bytes_of(profile: MemoryProfile, stored: Stored, plan: Plan) -> int:
     """Returns the model's bytes, sums of gradients included, of the batch of `plan` when stored as `stored` says."""
-    saved = modelled_bytes(profile, stored.storage, largest_micro_batch(plan.batch_size, stored.num_micro_batches))
+    saved = modeled_bytes(profile, stored.storage, largest_micro_batch(plan.batch_size, stored.num_micro_batches))
     return saved + sums_bytes(profile, stored.num_micro_batches)
 
 

@@ -66,7 +66,7 @@ class MemoryPlan:
     prediction: Prediction
 
 
-def modelled_bytes(profile: MemoryProfile, storage: Mapping[str, Storage], micro_batch_size: int) -> int:
+def modeled_bytes(profile: MemoryProfile, storage: Mapping[str, Storage], micro_batch_size: int) -> int:
     """Returns the largest number of bytes that the regions' saved tensors take at once.
 
         max over i of  sum_{j<i} held(j) + saved_bytes(i) + gradients(i) + moving(i)
@@ -84,7 +84,7 @@ def modelled_bytes(profile: MemoryProfile, storage: Mapping[str, Storage], micro
 
 
 def _peak_bytes(profile: MemoryProfile, storage: Mapping[str, Storage]) -> int:
-    """Returns `modelled_bytes` of the profile's own micro-batch.
+    """Returns `modeled_bytes` of the profile's own micro-batch.
 
     A joined region adds nothing to what is held. While it runs, what the regions before it in its segment save exists.
     If it cannot join, or the region before it is not recomputed, it is recomputed alone.
@@ -124,8 +124,8 @@ def predict(
 ) -> Prediction:
     """Returns the predicted cost of a plan: what is measured under the plan in force, plus the model's difference."""
     old = measured.plan
-    now = modelled_bytes(profile, old.storage, old.micro_batch_size)
-    new = modelled_bytes(profile, storage, largest_micro_batch(old.batch_size, num_micro_batches))
+    now = modeled_bytes(profile, old.storage, old.micro_batch_size)
+    new = modeled_bytes(profile, storage, largest_micro_batch(old.batch_size, num_micro_batches))
     new += _beyond_model_bytes(profile, measured, num_micro_batches)
     ms = measured.step_ms
     if ms is not None:
@@ -156,10 +156,10 @@ def cheapest_plan(
         budget_bytes: limit on the predicted peak.
         changeable: names of the regions that may be recomputed or offloaded.
         accumulate: least number of micro-batches.
-        most_bytes: limit on the sum of `modelled_bytes` and `sums_bytes`, which bars plans that failed; None: no limit.
+        most_bytes: limit on the sum of `modeled_bytes` and `sums_bytes`, which bars plans that failed; None: no limit.
     """
     plan = measured.plan
-    room = budget_bytes - measured.peak_bytes + modelled_bytes(profile, plan.storage, plan.micro_batch_size)
+    room = budget_bytes - measured.peak_bytes + modeled_bytes(profile, plan.storage, plan.micro_batch_size)
     choices = _choices(profile, changeable)
     pass_ms = _expected_pass_ms(profile, measured)
     base_ms = _plain_ms(profile, measured) - pass_ms * plan.num_micro_batches

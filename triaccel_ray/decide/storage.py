@@ -29,7 +29,7 @@ from triaccel_ray.decide.memory import (
     Prediction,
     cheapest_plan,
     least_plan,
-    modelled_bytes,
+    modeled_bytes,
     sums_bytes,
 )
 from triaccel_ray.decide.throughput import Judgement, expected_cost_ms
@@ -246,7 +246,7 @@ def _faster(planner: _Planner, unchanged: MemoryDecision, timings: ThroughputSta
     config, observation, measured = planner.config, planner.observation, planner.measured
     state, plan, profile = unchanged.state, observation.plan, planner.profile
     room = budget_bytes(observation, state) - measured.peak_bytes
-    room += modelled_bytes(profile, plan.storage, plan.micro_batch_size)
+    room += modeled_bytes(profile, plan.storage, plan.micro_batch_size)
     seen = state.examined_bytes
     is_barred = state.cap_ticks_left > 0 and state.times_short >= _MAX_TIMES_SHORT
     if observation.step_ms is None or measured.step_ms is None or state.hold_ticks or is_barred:

@@ -44,7 +44,7 @@ class Ranks:
         self.world_size = 1 if group is None else dist.get_world_size(group)
 
     @classmethod
-    def found(cls) -> Ranks:
+    def of_default_group(cls) -> Ranks:
         """Returns the ranks of the default process group; this process alone if none is initialized, or of size 1."""
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
@@ -60,7 +60,7 @@ class Ranks:
         """Returns the most samples that one rank has of a batch of `num_samples`; no collective."""
         return -(-num_samples // self.world_size)
 
-    def maximum(self, values: Sequence[int]) -> list[int]:
+    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         """Returns the maximum over ranks of each of `values`."""
         if self.is_alone:
             return list(values)
@@ -71,9 +71,9 @@ class Ranks:
 
     def any(self, condition: bool) -> bool:
         """Returns whether the condition holds on any rank."""
-        return self.maximum([int(condition)])[0] > 0
+        return self.all_reduce_max([int(condition)])[0] > 0
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, by rank; JSON must be able to hold them."""
         if self.is_alone:
             return [value]
@@ -86,11 +86,11 @@ class Ranks:
             dist.all_gather(padded, torch.cat([own, own.new_zeros(largest - len(own))]), group=self._host_group)
         return [json.loads(bytes(each[: int(size)].tolist())) for each, size in zip(padded, sizes, strict=True)]
 
-    def share(self, data: bytes | None) -> bytes | None:
+    def broadcast_bytes(self, data: bytes | None) -> bytes | None:
         """Returns rank 0's `data` on every rank; that of the others is not read."""
         if self.is_alone:
             return data
-        (size,) = self.maximum([-1 if data is None or self.rank else len(data)])
+        (size,) = self.all_reduce_max([-1 if data is None or self.rank else len(data)])
         if size < 0:
             return None
         flat = torch.empty(size, dtype=torch.uint8)
@@ -107,9 +107,9 @@ class Ranks:
         Raises:
             RanksDifferError: they do not; the message has two ranks' values where they differ first.
         """
-        if self.is_alone or len(set(self.gather(digest(value)))) == 1:
+        if self.is_alone or len(set(self.all_gather_object(digest(value)))) == 1:
             return
-        texts = self.gather(json.dumps(value, sort_keys=True))
+        texts = self.all_gather_object(json.dumps(value, sort_keys=True))
         rank, other = next((rank, text) for rank, text in enumerate(texts) if text != texts[0])
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(texts[0], other, strict=False))
         start = max(sum(1 for _ in same) - _BEFORE_DIFFERENCE, 0)
@@ -127,7 +127,7 @@ class Ranks:
         """
         if self.is_alone:
             return
-        given = self.gather({name: [digest(value), _shortened(value)] for name, value in settings.items()})
+        given = self.all_gather_object({name: [digest(value), _shortened(value)] for name, value in settings.items()})
         for name in given[0]:
             for rank, other in enumerate(given):
                 if other.get(name, [None, None])[0] != given[0][name][0]:
@@ -158,8 +158,11 @@ class Ranks:
         for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
 
-    def stack(self, tensor: Tensor) -> Tensor:
-        """Returns all ranks' tensors, contiguous and of one shape and dtype, as [world_size, *]; see `start_sum`."""
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Returns all ranks' tensors, contiguous and of one shape and dtype, as [world_size, *].
+
+        On a GPU the current stream waits for them, as in `start_all_reduce`.
+        """
         found = tensor.new_empty(self.world_size, *tensor.shape)
         if self.is_alone:
             return found.copy_(tensor)
@@ -174,7 +177,7 @@ class Ranks:
             with self._naming_lost_ranks_on_devices():
                 dist.broadcast(tensor, group=self._group, group_src=rank)
 
-    def start_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+    def start_all_reduce(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
         """Starts to replace each tensor, contiguous and on the device, by its sum over ranks.
 
         Returns a function after which the sums may be read: on a GPU the current stream waits for them, the host does
@@ -183,7 +186,7 @@ class Ranks:
         if self.is_alone:
             return lambda: None
         with self._naming_lost_ranks_on_devices():
-            works = self._start_sums(tensors)
+            works = self._start_all_reduces(tensors)
 
         def wait() -> None:
             with self._naming_lost_ranks_on_devices():
@@ -193,7 +196,7 @@ class Ranks:
 
         return wait
 
-    def _start_sums(self, tensors: Sequence[Tensor]) -> list[Any]:
+    def _start_all_reduces(self, tensors: Sequence[Tensor]) -> list[Any]:
         if self._group is self._host_group:
             return [dist.all_reduce(tensor, group=self._group, async_op=True) for tensor in tensors]
         # NCCL sums tensors of one dtype in one kernel, which takes no longer than for one tensor of their total size.

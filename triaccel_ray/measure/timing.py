@@ -67,7 +67,7 @@ class StepTimer:
     def read(self) -> Callable[[], float | None]:
         """Returns a function that gives a step's milliseconds, as the class says, once the steps are done; starts over.
 
-        With too few steps the function gives None, and they count towards the next reading.
+        With too few steps the function gives None, and they count toward the next reading.
         """
         if len(self._spans) < _MIN_STEPS:
             return lambda: None

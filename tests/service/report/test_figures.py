@@ -18,7 +18,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from tests.decide.build import USUAL
-from tests.service.browser import num_colours
+from tests.service.browser import num_colors
 from tests.service.build import CONTROL, RESNET, SMALL, SimulatedRun
 from tests.service.records import RUN_SPEC
 from triaccel_ray.measure.memory import MIB
@@ -78,7 +78,7 @@ def test_a_run_has_the_pictures_that_it_has_data_for_drawn_again_where_its_log_i
     for path in paths:
         with Image.open(path) as picture:
             assert 900 <= picture.size[0] <= 1400
-            assert num_colours(np.asarray(picture.convert("RGB"))) > 30
+            assert num_colors(np.asarray(picture.convert("RGB"))) > 30
     times = [path.stat().st_mtime_ns for path in paths]
     assert [path.stat().st_mtime_ns for path in run_figures(run)] == times
     made.path.touch()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.service.browser import Tags, needs_chromium, num_colours, screenshot
+from tests.service.browser import Tags, needs_chromium, num_colors, screenshot
 from tests.service.records import RUN_SPEC, run_of, search_of
 from tests.service.search_folder import controls, simulated_search
 from triaccel_ray.records.events import End
@@ -258,4 +258,4 @@ def test_a_browser_shows_the_pictures(folder: Path, tmp_path: Path) -> None:
     page = view_at(StoragePath.of(folder)).page
     seen = screenshot(f"file://{page}", tmp_path / "page.png", width=1200, height=3000)
     assert seen.shape == (3000, 1200, 3)
-    assert num_colours(seen) > 500
+    assert num_colors(seen) > 500

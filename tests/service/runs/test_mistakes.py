@@ -167,9 +167,9 @@ def test_a_task_may_be_given_by_tensors_and_judged_its_own_way(mistakes: str, tm
 
 def test_what_fails_later_shows_the_users_lines_across_processes(mistakes: str, tmp_path: Path) -> None:
     result = trained(local_run(own_spec(f"{mistakes}:ExitsLater"), StoragePath.of(tmp_path / "run")))
-    travelled = pickle.loads(pickle.dumps(result["error"]))
-    assert isinstance(travelled, UserCodeError)
-    told = RunFailedError(tmp_path / "run", travelled)
+    traveled = pickle.loads(pickle.dumps(result["error"]))
+    assert isinstance(traveled, UserCodeError)
+    told = RunFailedError(tmp_path / "run", traveled)
     assert cause_of(told) == "bug"
     assert "the task's code called sys.exit(3): raise an error that says what is wrong" in str(told)
     assert str(told).count(IN_YOUR_CODE) == 1
@@ -200,7 +200,7 @@ def test_a_task_with_odd_attributes_is_refused(mistakes: str, task: str, message
         load_task(f"{mistakes}:{task}", None)
 
 
-class UntravelledError(Exception):
+class UntraveledError(Exception):
     """Cannot be made anew from its message."""
 
     def __init__(self, one: int, other: int) -> None:
@@ -208,6 +208,6 @@ class UntravelledError(Exception):
 
 
 def test_an_error_that_cannot_travel_is_told_by_one_that_can() -> None:
-    told = picklable(UntravelledError(1, 2))
-    assert (type(told), str(told)) == (RuntimeError, "UntravelledError: 1 of 2")
-    assert "UntravelledError: 1 of 2" in told.__notes__[0]
+    told = picklable(UntraveledError(1, 2))
+    assert (type(told), str(told)) == (RuntimeError, "UntraveledError: 1 of 2")
+    assert "UntraveledError: 1 of 2" in told.__notes__[0]

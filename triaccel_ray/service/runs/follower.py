@@ -21,7 +21,7 @@ class Follower(Worker):
 
     def resume(self) -> int:
         """Restores the states that rank 0 reads from its files, in its order; the last one is that of the run."""
-        while (content := self.ranks.share(None)) is not None:
+        while (content := self.ranks.broadcast_bytes(None)) is not None:
             state = read_checkpoint(io.BytesIO(content), self.folder / CHECKPOINT)
             try:
                 self._load(state)

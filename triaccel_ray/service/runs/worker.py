@@ -63,7 +63,7 @@ class Worker:
         if self.device.type == "cpu":
             torch.set_num_threads(1)  # waiting for threads on busy cores costs more than they gain
         seed_everything(spec.seed)
-        self.ranks = Ranks.found()
+        self.ranks = Ranks.of_default_group()
         self._task = spec.load_task()
         rule = f"the run is judged by {spec.goal.name}: begin a new one"
         require(self._task.goal == spec.goal, "objective of the task", self._task.objective, rule)
@@ -105,7 +105,7 @@ class Worker:
                 num_kept, damage = self._restore(path)
                 if damage:
                     notes.append(damage)
-        self.ranks.share(None)
+        self.ranks.broadcast_bytes(None)
         if self.ranks.any(num_kept is None and bool(notes)):
             self._rebuild_loop()
         if num_kept is None:
@@ -261,7 +261,7 @@ class Worker:
         if not is_spec_of(self.spec, state["spec"]):
             raise CheckpointError(f"checkpoint {path} belongs to a run with other settings: resume that one instead")
         if not self.ranks.is_alone:  # other machines may lack the file
-            self.ranks.share(path.read_bytes())
+            self.ranks.broadcast_bytes(path.read_bytes())
         try:
             self._load(state)
             # Last, because it cuts the log back: a state that does not fit must not lose records.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from triaccel_ray.kernels.batch_norm_act.launch import can_start_early, num_multiprocessors
+from triaccel_ray.kernels.channels_last import block_channels, ceil_div, common_arguments, num_multiprocessors
 from triaccel_ray.kernels.depthwise_conv import triton as kernels
 
 # Measured on an H200 over the shapes of EfficientNet-B0. Outputs of a strip share loads, but each takes registers; the
@@ -72,14 +71,14 @@ def _convolve(
     x: Tensor, taps: Tensor, y: Tensor, weight: Tensor, stride: int, padding: int, *, transposed: bool
 ) -> None:
     """Writes the convolution of x to y or, if `transposed`, the input's gradient for the output's gradient x."""
-    block, size = _block_channels(y), weight.shape[-1]
-    width = -(-_WIDTH // stride) * stride if transposed else _WIDTH
+    block, size = block_channels(y), weight.shape[-1]
+    width = ceil_div(_WIDTH, stride) * stride if transposed else _WIDTH
     if transposed:  # for output o, tap j reads column m = (o + padding - j) / stride, relative to the strip's
         first, last = -((size - 1 - padding) // stride), (width - 1 + padding) // stride
     else:  # m = o stride + j - padding
         first, last = -padding, (width - 1) * stride + size - 1 - padding
     num_strips = _num_strips(y, width)
-    grid = -(-num_strips // (_TILE // block)), -(-y.shape[1] // block)
+    grid = ceil_div(num_strips, _TILE // block), ceil_div(y.shape[1], block)
     if num_strips:
         _start(
             kernels.convolve, grid, (x, taps, y), x, y, num_strips, TRANSPOSED=transposed, SIZE=size, STRIDE=stride,
@@ -90,10 +89,10 @@ def _convolve(
 def _weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
     """Returns the weight's gradient, [c, 1, k, k] in its dtype."""
     num_channels, size = len(weight), weight.shape[-1]
-    block, num_strips = _block_channels(dy), _num_strips(dy, _WEIGHT_WIDTH)
-    num_blocks = -(-num_channels // block)
+    block, num_strips = block_channels(dy), _num_strips(dy, _WEIGHT_WIDTH)
+    num_blocks = ceil_div(num_channels, block)
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(x.device) // (num_blocks * size)
-    num_parts = min(max(wanted, 1), -(-num_strips // (_TILE // block)))
+    num_parts = min(max(wanted, 1), ceil_div(num_strips, _TILE // block))
     partials = torch.empty(num_parts, size * size, num_channels, dtype=torch.float32, device=x.device)
     if num_parts:
         _start(
@@ -105,7 +104,7 @@ def _weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, stride: int, padding
 
 
 def _num_strips(y: Tensor, width: int) -> int:
-    return len(y) * y.shape[2] * -(-y.shape[3] // width)
+    return len(y) * y.shape[2] * ceil_div(y.shape[3], width)
 
 
 def _start(
@@ -113,25 +112,15 @@ def _start(
     **constants: Any,
 ) -> None:  # fmt: skip
     """Launches a kernel over strips of `target` that reads pixels of `source`."""
-    num_channels = source.shape[1]
-    unit, early = math.gcd(num_channels, 8), can_start_early(source.device)
     with torch.cuda.device_of(source):  # triton launches on the current device, not on that of the tensors
         kernel[grid](
             *tensors,
             num_strips=num_strips,
-            channel_units=num_channels // unit,
             in_height=source.shape[2],
             in_width=source.shape[3],
             out_height=target.shape[2],
             out_width=target.shape[3],
-            EARLY=early,
-            UNIT=unit,
             num_warps=4,
-            enable_fp_fusion=True,
-            **({"launch_pdl": True} if early else {}),
+            **common_arguments(source),
             **constants,
         )
-
-
-def _block_channels(x: Tensor) -> int:
-    return 16 if x.shape[1] <= 16 else 32

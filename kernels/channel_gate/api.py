@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from triaccel_ray.kernels.batch_norm_act.launch import APPLYING, REDUCING, Matrix
 from triaccel_ray.kernels.channel_gate import triton as kernels
+from triaccel_ray.kernels.channels_last import APPLYING, REDUCING, Matrix
 
 
 class Pooled(NamedTuple):
