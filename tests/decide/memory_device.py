@@ -158,6 +158,7 @@ def device_of(seed: int) -> Device:
     bandwidth = chance.choice([0.0, 20.0, 55.0, 200.0]) * MIB
     profile = profile_of(*regions, bandwidth=bandwidth, can_split=chance.random() < 0.5)
     kept = modeled_bytes(profile, {}, 64)
+    profile = replace(profile, regions=tuple(replace(each, can_select=seed % 2 == 0) for each in regions))
     return Device(
         profile=profile,
         total_bytes=500 * MIB + int(kept * 1.2),

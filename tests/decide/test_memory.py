@@ -189,6 +189,11 @@ def test_compiled_regions_are_recomputed_in_part_where_that_suffices(budget, kin
     assert chosen.prediction.ms == pytest.approx(1000.0 + added_ms)
 
 
+def test_what_is_no_longer_compiled_counts_as_kept():
+    assert modeled_bytes(ALIKE, dict.fromkeys("abcd", SELECTIVE[2]), 8) == modeled_bytes(ALIKE, {}, 8)
+    assert added_ms(ALIKE, dict.fromkeys("abcd", SELECTIVE[2]), 8) == 0.0
+
+
 @given(profiles())
 def test_the_least_plan_takes_no_more_than_keeping_or_recomputing_all(profile):
     measured = measured_of(profile)

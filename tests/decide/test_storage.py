@@ -60,6 +60,24 @@ def test_a_plan_that_is_as_predicted_is_not_reported():
         assert decision.remeasures_regions == (ReasonCode.MEMORY_MISPREDICTED in codes(decision, "memory"))
 
 
+@pytest.mark.parametrize(("samples_left", "pays"), [(10**5, False), (10**8, True)])
+def test_regions_are_compiled_anew_only_if_that_pays(samples_left: int, pays: bool):
+    """The first plan took a minute, most of which was compilation; others take 100 ms."""
+    regions = tuple(replace(each, can_select=True) for each in SMALL.profile.regions)
+    run = Run(machine=replace(SMALL, profile=replace(SMALL.profile, regions=regions)))
+    run.adapting_ms = 60_000.0
+    for _ in range(20):
+        run.tick(samples_left=samples_left)
+    kinds = set(run.plan.storage.values())
+    assert any(kind.is_selective for kind in kinds) == pays
+    assert kinds
+    assert run.num_failures == 1
+    assert run.num_changes(last=10) == 0
+    known = Run(machine=SMALL)
+    known.ticks(20)
+    assert run.machine.step_ms(run.plan) <= 1.03 * known.machine.step_ms(known.plan)
+
+
 def test_a_neighbor_that_takes_memory_makes_the_plan_smaller_before_it_fails():
     run = Run(machine=replace(SMALL, total_bytes=2200 * MIB))
     run.ticks(10)

@@ -28,7 +28,7 @@ def _source(preparation: Preparation, num: int = 8) -> ImageSource:
     return ImageSource(_images(num), torch.arange(num), preparation)
 
 
-def test_normalised_per_channel_against_float64() -> None:
+def test_normalized_per_channel_against_float64() -> None:
     images, targets = _source(PLAIN).batch(INDICES, None)
     mean, std = (torch.tensor(values, dtype=torch.float64).reshape(1, 3, 1, 1) for values in (MEAN, STD))
     expected = (_images()[INDICES].double() / 255 - mean) / std

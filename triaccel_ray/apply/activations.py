@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -25,8 +24,6 @@ from triaccel_ray.model.pytree import tensors_in
 from triaccel_ray.model.regions import Call, wrapped_calls
 from triaccel_ray.records.plan import Fault, FaultKind, Storage, recomputing_all
 from triaccel_ray.records.signals import RegionSignal
-
-_SELECTIVE = [each for each in Storage if each.is_selective]
 
 
 class Activations:
@@ -54,8 +51,7 @@ class Activations:
 
         `fixed` is the storage of all regions, whatever the plan says. `divide` divides a fused model's graph, with the
         named regions joined to those before them. It is called when a region is first not kept, and when others join.
-        Regions that the graph does not contain are left out from then on. Regions that `are_compiled` run code of
-        `Compilation`.
+        Regions that the graph does not contain are left out from then on. `are_compiled`: by `Compilation`.
         """
         self.regions = dict(regions)
         """Name -> module of each region whose storage can be chosen."""
@@ -67,12 +63,12 @@ class Activations:
         """Costs of the regions, once they are requested."""
         self.rng = RecomputeRNG(default_generator(device))
         """Random numbers of recomputed regions."""
+        self.can_select = are_compiled
+        """Whether regions can be stored selectively."""
         self._recomputation = Recomputation(self.rng)
         self._names, self._device, self._fixed, self._divide = frozenset(regions), device, fixed, divide
         self._wanted: Mapping[str, Storage] = {}
         self._barred: set[tuple[str, Storage]] = set()
-        if not are_compiled:
-            self._barred.update(itertools.product(regions, _SELECTIVE))
         self._segments: dict[str, tuple[str, ...]] = {}
         """First region of a segment that is recomputed -> all its regions."""
         self._before: Mapping[str, str] = {}
@@ -171,7 +167,7 @@ class Activations:
                 input_bytes=each.saved_bytes if (each.name, Storage.RECOMPUTE) in self._barred else each.input_bytes,
                 offloadable_bytes=0 if (each.name, Storage.OFFLOAD) in self._barred else each.offloadable_bytes,
                 can_join=is_divided and self._can_join(each.name),
-                can_select=self._barred.isdisjoint(itertools.product([each.name], _SELECTIVE)),
+                can_select=self.can_select,
             )
             for each in self.costs.signals((num_samples, dtypes), scales=self._hides_costs)
         )
@@ -188,7 +184,10 @@ class Activations:
 
     def exclude_selective(self, why: str, step: int) -> tuple[Fault, ...]:
         """Stops storing regions selectively; returns a fault if some are."""
-        return tuple(fault for each in _SELECTIVE for fault in self._bar(self.regions, each, why, step))
+        kept = [name for name, each in self.storage.items() if each.is_selective]
+        self.can_select = False
+        self._want(self._wanted)
+        return (_kept(f"{why}: activations of {', '.join(kept)} are kept", step),) if kept else ()
 
     def exclude_failed(self, error: BaseException, step: int) -> tuple[Fault, ...]:
         """Stops recomputing regions that cannot be, if `error` stems from them; returns a fault, if so."""
@@ -248,6 +247,7 @@ class Activations:
             name: storage[name]
             for name in self.regions
             if name in storage and (name, storage[name].alone) not in self._barred
+            if self.can_select or not storage[name].is_selective
         }
         recomputed = {name for name, each in possible.items() if each.is_recomputed}
         self.storage = {

@@ -71,6 +71,8 @@ class Actuators:
     ) -> None:
         """Restores and applies what `state_dict` returned; a precision not `supported` becomes the next higher one.
 
+        Regions that are no longer compiled keep what they stored selectively.
+
         Without `adapts_precision`, the plan in force decides precisions. Only FP16 gives way to those of the state:
         layers may have overflowed in it. Without `adapts_batch`, a larger batch than the one in force returns to that.
         """
@@ -88,10 +90,12 @@ class Actuators:
                 num_micro_batches=own.num_micro_batches,
             )
             micro_batches = [own.num_micro_batches, own.micro_batch_size]
-        self.plan = replace(plan, precision=precision)
+        activations = self._cache.step.activations
+        stored = plan.storage.items()
+        possible = {name: each for name, each in stored if activations.can_select or not each.is_selective}
+        self.plan = replace(plan, precision=precision, storage=possible)
         self._put_in_force(self.plan)
         self._cache.step.set_num_micro_batches(*micro_batches)
-        activations = self._cache.step.activations
         activations.set({name: Storage(each) for name, each in state["storage"].items()})
         if activations.costs is not None:
             activations.costs.load_state_dict(state.get("region_costs", []))

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from triaccel_ray.model.layers import Loss
 from triaccel_ray.model.pytree import cast_floating, numbers_in, tensors_in
 
 _RECOMPILE_LIMIT = 128
-"""Variants of compiled code, for precisions and sizes, after which compiling counts as failed.
+"""Variants of compiled code, for precisions and sizes in one storage, after which compiling counts as failed.
 
 PyTorch counts those of all blocks together, in all loops of a process.
 """
@@ -67,8 +68,8 @@ class _Variants:
     With one callable for both, PyTorch would use the variant compiled last for the first sizes, too.
     """
 
-    def __init__(self, call: Any, *, any_size: bool = False, kept_share: float = 1.0) -> None:
-        """Compiles nothing yet; with `any_size`, once for all sizes.
+    def __init__(self, call: Any, sizes: _VaryingSizes, *, any_size: bool = False, kept_share: float = 1.0) -> None:
+        """Compiles nothing yet; with `any_size`, once for all sizes. `sizes` are those of all variants of this call.
 
         The code keeps `kept_share` of what it saves beyond its inputs for the backward pass.
         """
@@ -76,7 +77,7 @@ class _Variants:
         self._any = torch.compile(call, dynamic=True, **selective) if any_size else None
         self._static = torch.compile(call, dynamic=False, **selective)
         self._varying = torch.compile(call, **selective)
-        self._sizes = _VaryingSizes()
+        self._sizes = sizes
 
     def fitting(self, arguments: Any) -> Any:
         """Returns the variant to call with these arguments."""
@@ -90,14 +91,28 @@ class _Variants:
 
 @functools.cache
 def _selective_backend(kept_share: float) -> Callable[..., Any]:
-    """Returns Inductor with a setting for selective recomputation, which is private: a test notices if it changes.
+    """Returns Inductor with settings for selective recomputation, which are private: a test notices if they change.
 
-    PyTorch tells variants of one code apart by this object.
+    What random operations return is always saved. PyTorch may repeat them, which would draw other numbers. It tells
+    variants of one code apart by the object returned.
     """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class SaveRandom(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for node in graph.nodes:
+                if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+        def uuid(self) -> str:
+            return "triaccel_ray.SaveRandom.1"  # part of the keys of Inductor's caches
 
     def compile_selectively(graph: Any, inputs: Any) -> Any:
         inductor: Any = torch._dynamo.lookup_backend("inductor")
-        with torch._functorch.config.patch(activation_memory_budget=kept_share):
+        with (
+            torch._functorch.config.patch(activation_memory_budget=kept_share),
+            torch._inductor.config.patch(joint_custom_post_pass=SaveRandom()),
+        ):
             return inductor(graph, inputs)
 
     return compile_selectively
@@ -139,9 +154,10 @@ class Compilation:
         self.model, self._spares_memory = model, spares_memory
         self.blocks = tuple(blocks)
         """The blocks compiled one by one; empty if the model is compiled as a whole."""
-        self._whole = None if blocks else _Variants(model)
+        self._whole = None if blocks else _Variants(model, _VaryingSizes())
         self._is_in_force = False
         self._kept_shares: Mapping[nn.Module, float] = {}
+        self._used_shares = {1.0}
         self._compiled = [*self.blocks, *_norms_and_embeddings_outside(model, self.blocks)] if self.blocks else []
         self._are_equal, self._any_size = are_equal, are_equal and any_size
         for module in self._compiled:
@@ -162,7 +178,7 @@ class Compilation:
     def compile_whole(self) -> None:
         """Compiles the model as a whole from now on."""
         self.remove()
-        self._whole = _Variants(self.model)
+        self._whole = _Variants(self.model, _VaryingSizes())
 
     def forward_of(self, inputs: Any) -> nn.Module:
         """Returns the module to call with these inputs in place of the model, in a new pass."""
@@ -191,13 +207,14 @@ class Compilation:
         """Returns a block's call that runs compiled code in training passes."""
         call: Any = module._call_impl
         by_share: dict[float, _Variants] = {}
+        sizes = _VaryingSizes()
 
         def compiled(*args: Any, **kwargs: Any) -> Any:
             if not self._is_in_force:  # an evaluation's sizes are not those of training
                 return call(*args, **kwargs)
             share = self._kept_shares.get(module, 1.0)
             if share not in by_share:
-                by_share[share] = _Variants(call, any_size=self._any_size, kept_share=share)
+                by_share[share] = _Variants(call, sizes, any_size=self._any_size, kept_share=share)
             return by_share[share].fitting([args, kwargs])(*args, **kwargs)
 
         return compiled
@@ -210,21 +227,25 @@ class Compilation:
         Past the limit, an error is raised: PyTorch would run the model uncompiled without a word. A checkpoint in the
         model's own code is compiled, too: what `showing` does within one need not be done again.
         """
+        before = self._is_in_force, self._kept_shares
+        self._is_in_force, self._kept_shares = True, kept_shares or {}
+        self._used_shares.update(self._kept_shares.values())
+        limit = _RECOMPILE_LIMIT * len(self._used_shares)
         patched = torch._dynamo.config.patch(
-            recompile_limit=_RECOMPILE_LIMIT,
+            recompile_limit=limit,
+            accumulated_recompile_limit=2 * limit,
             fail_on_recompile_limit_hit=True,
             skip_fwd_side_effects_in_bwd_under_checkpoint=True,
             # Blocks share one code object: a size that differs between unequal ones would become dynamic.
             automatic_dynamic_shapes=self._are_equal or not self.blocks,
         )
-        before, self._is_in_force, self._kept_shares = self._is_in_force, True, kept_shares or {}
         with patched, _timing_without_l2_flush() if self._spares_memory else contextlib.nullcontext():
             try:
                 yield
             except torch._dynamo.exc.FailOnRecompileLimitHit as error:  # no TorchDynamoException, and no reason in it
                 raise torch._dynamo.exc.TorchDynamoException(_TOO_MANY_VARIANTS) from error
             finally:
-                self._is_in_force = before
+                self._is_in_force, self._kept_shares = before
 
     def remove(self) -> None:
         """Undoes the compilation: the model runs uncompiled from now on."""

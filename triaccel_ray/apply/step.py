@@ -221,12 +221,12 @@ class Step:
         is_compiling = is_compile_error(error) or isinstance(error, PeerCompileError)
         if self.compilation is None or not is_compiling or is_out_of_memory(error):
             return self.activations.exclude_failed(error, step)
-        why = f"compiling what is recomputed in part failed: {first_paragraph(error)}"
-        if faults := self.activations.exclude_selective(why, step):
-            return faults
         if self.peers.ranks.any(self.compilation.compiles_loss):
             self.compilation.stop_compiling_loss()
             consequence = "the loss runs as it is"
+        elif self.activations.kept_shares:
+            why = f"compiling what is recomputed in part failed: {first_paragraph(error)}"
+            return self.activations.exclude_selective(why, step)
         elif self.compilation.blocks and not self.activations.are_planned:
             self.compile_whole()
             consequence = "the model is compiled as a whole"

@@ -143,6 +143,7 @@ def cheapest_plan(
     changeable: Collection[str],
     accumulate: int = 1,
     most_bytes: int | None = None,
+    selective: Sequence[Storage] = SELECTIVE,
 ) -> MemoryPlan | None:
     """Returns the fastest plan by `predict` whose predicted peak fits; None if none fits.
 
@@ -157,6 +158,7 @@ def cheapest_plan(
         changeable: names of the regions that may be recomputed or offloaded.
         accumulate: least number of micro-batches.
         most_bytes: limit on the sum of `modeled_bytes` and `sums_bytes`, which bars plans that failed; None: no limit.
+        selective: selective storages to choose from; a plan has one of them at most, since each takes a compilation.
     """
     plan = measured.plan
     room = budget_bytes - measured.peak_bytes + modeled_bytes(profile, plan.storage, plan.micro_batch_size)
@@ -172,7 +174,7 @@ def cheapest_plan(
         bound = room - _beyond_model_bytes(profile, measured, parts)
         bound = bound if most_bytes is None else min(bound, most_bytes - sums_bytes(profile, parts))
         per_profile = bound * profile.micro_batch_size // largest_micro_batch(plan.batch_size, parts)
-        storage = _cheapest_storage(profile, choices, per_profile)
+        storage = _cheapest_storage(profile, choices, per_profile, selective)
         if storage is None:
             continue
         storage_ms = added_ms(profile, storage, plan.batch_size)
@@ -209,19 +211,20 @@ def least_plan(profile: MemoryProfile, measured: Measured, *, changeable: Collec
 
 
 def _cheapest_storage(
-    profile: MemoryProfile, choices: Sequence[tuple[int, ...]], room: int
+    profile: MemoryProfile, choices: Sequence[tuple[int, ...]], room: int, selective: Sequence[Storage]
 ) -> dict[str, Storage] | None:
     """Returns the storage of the profile's micro-batch that adds least time within `room` bytes; None if none fits.
 
-    First the regions alone, then in segments: of regions that are kept or recomputed together, and not offloaded. A
-    plan has one kind of selective storage, since each takes a compilation.
+    First the regions alone, without selective storage and with each kind of it, then in segments: of regions that are
+    kept or recomputed together, and not offloaded.
     """
     found: list[dict[str, Storage]] = []
-    selects = any(3 in kinds for kinds in choices)
-    for selective in SELECTIVE if selects else SELECTIVE[:1]:
-        alone = cheapest_storages(_regions(profile, dict.fromkeys(_names(profile), selective)), choices, room)
+    plain = [tuple(kind for kind in kinds if kind != 3) for kinds in choices]
+    for each in (KEEP, *(selective if plain != list(choices) else ())):
+        regions = _regions(profile, dict.fromkeys(_names(profile), each))
+        alone = cheapest_storages(regions, plain if each is KEEP else choices, room)
         if alone is not None:
-            found.append(_storage_of(profile.regions, alone[1], selective))
+            found.append(_storage_of(profile.regions, alone[1], each))
             if alone[0] < ONE_NS:
                 return found[-1]
     recomputable, regions = _recomputable(profile, choices), _regions(profile)
@@ -279,7 +282,7 @@ def _regions(profile: MemoryProfile, storage: Mapping[str, Storage] | None = Non
 
 def _kinds(profile: MemoryProfile, storage: Mapping[str, Storage]) -> list[int]:
     order = {KEEP: 0, RECOMPUTE: 1, OFFLOAD: 2, JOIN: 1}
-    return [order.get(storage.get(region.name, KEEP), 3) for region in profile.regions]
+    return [order.get(storage.get(region.name, KEEP), 3 if region.can_select else 0) for region in profile.regions]
 
 
 def _storage_of(regions: Sequence[RegionSignal], kinds: Sequence[int], selective: Storage = KEEP) -> dict[str, Storage]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide.batch import GIB, memory_share
 from triaccel_ray.decide.calibration import (
-    BARRED_SHARE,
     budget_bytes,
-    bytes_of,
     compare,
     forget_shortage,
     is_not_capturable,
@@ -24,18 +21,16 @@ from triaccel_ray.decide.memory import (
     JOIN,
     OFFLOAD,
     RECOMPUTE,
-    Measured,
     MemoryPlan,
     Prediction,
-    cheapest_plan,
     least_plan,
     modeled_bytes,
-    sums_bytes,
 )
-from triaccel_ray.decide.throughput import Judgement, expected_cost_ms
+from triaccel_ray.decide.planner import Planner
+from triaccel_ray.decide.throughput import Judgement
 from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode, Storage, recomputing_all
-from triaccel_ray.records.signals import MemoryProfile, Observation
-from triaccel_ray.records.state import MemoryState, Stored, ThroughputState, UnpaidPlan
+from triaccel_ray.records.signals import Observation
+from triaccel_ray.records.state import MemoryState, Stored
 
 _MAX_TIMES_SHORT = 2
 """Number of plans in a row that may run short although predicted to fit, before no other is tried during the bar."""
@@ -155,49 +150,14 @@ def _planned(
     profile, in_use = observation.profile, is_planned(config, observation)
     if profile is None:
         return unchanged
-    planner = _Planner(config, observation, profile, measure(observation, profile, judged, unchanged.state))
+    measured = measure(observation, profile, judged, unchanged.state)
+    planner = Planner(config, observation, profile, measured, judged.state)
     is_high = memory_share(config.batch, observation.memory) > config.batch.rho_high
     if (is_high and is_tight(observation.memory)) or is_not_capturable(observation):
         return _smaller(planner, unchanged)
     if in_use and may_change and not judged.is_open:
-        return _faster(planner, unchanged, judged.state)
+        return _faster(planner, unchanged)
     return unchanged
-
-
-@dataclass(frozen=True)
-class _Planner:
-    """Chooses memory plans at one tick, by measured costs."""
-
-    config: ControlConfig
-    observation: Observation
-    profile: MemoryProfile
-    measured: Measured
-
-    def cheapest(self, state: MemoryState) -> MemoryPlan | None:
-        """Returns the cheapest plan that fits and is not barred; None if there is none."""
-        most_bytes, failed = None, state.failed
-        if failed is not None and state.cap_ticks_left:
-            sums = sums_bytes(self.profile, failed.num_micro_batches)
-            saved = bytes_of(self.profile, failed, self.observation.plan) - sums
-            most_bytes = sums + math.floor(BARRED_SHARE * saved)
-        return cheapest_plan(
-            self.profile,
-            self.measured,
-            budget_bytes=budget_bytes(self.observation, state),
-            changeable=self.observation.regions,
-            accumulate=self.config.batch.accumulate,
-            most_bytes=most_bytes,
-        )
-
-    def saved_ms(self, ms: float) -> float:
-        """Returns the milliseconds saved on the samples left by steps that take `ms`."""
-        before = self.measured.step_ms or 0.0
-        return (before - ms) * self.observation.samples_left / self.observation.plan.batch_size
-
-    def cost_ms(self, timings: ThroughputState, num_micro_batches: int) -> float:
-        """Returns what a plan with so many micro-batches is expected to cost."""
-        has_new_sizes = num_micro_batches != self.observation.plan.num_micro_batches
-        return expected_cost_ms(self.observation, timings, has_new_sizes=has_new_sizes)
 
 
 def _is_smallest(config: BatchConfig, plan: Plan) -> bool:
@@ -230,18 +190,19 @@ def _after_failure(config: ControlConfig, observation: Observation, unchanged: M
     return replace(unchanged, storage=least, state=state, reasons=(*unchanged.reasons, reason))
 
 
-def _smaller(planner: _Planner, unchanged: MemoryDecision) -> MemoryDecision:
+def _smaller(planner: Planner, unchanged: MemoryDecision) -> MemoryDecision:
     """Returns the cheapest plan that fits what is attainable now; if none does, the one that takes least."""
     observation, measured = planner.observation, planner.measured
     state = _barred(planner.config, unchanged.state, observation)
-    chosen = planner.cheapest(state) or least_plan(planner.profile, measured, changeable=observation.regions)
+    chosen, _ = planner.cheapest(state)
+    chosen = chosen or least_plan(planner.profile, measured, changeable=observation.regions)
     if chosen.prediction.peak_bytes >= measured.peak_bytes:
         return unchanged
     why = f"{observation.memory.attainable_bytes / GIB:.2f} GiB are attainable"
     return _changed(observation, replace(unchanged, state=state), chosen, why)
 
 
-def _faster(planner: _Planner, unchanged: MemoryDecision, timings: ThroughputState) -> MemoryDecision:
+def _faster(planner: Planner, unchanged: MemoryDecision) -> MemoryDecision:
     """Returns the cheapest plan that fits if it saves more time on the samples left than a new plan costs."""
     config, observation, measured = planner.config, planner.observation, planner.measured
     state, plan, profile = unchanged.state, observation.plan, planner.profile
@@ -253,10 +214,11 @@ def _faster(planner: _Planner, unchanged: MemoryDecision, timings: ThroughputSta
         return unchanged
     if seen is not None and abs(room - seen) <= _ROOM_TOLERANCE * abs(seen):
         unpaid = state.unpaid
-        if unpaid is None or planner.saved_ms(unpaid.ms) <= planner.cost_ms(timings, unpaid.num_micro_batches):
+        if unpaid is None or planner.saved_ms(unpaid.ms) <= planner.cost_ms(unpaid):
             return unchanged
-    unchanged = replace(unchanged, state=replace(state, examined_bytes=room, unpaid=None))
-    chosen = planner.cheapest(state)
+    chosen, dearer = planner.cheapest(state)
+    unpaid = None if dearer is None else planner.unpaid(dearer)
+    unchanged = replace(unchanged, state=replace(state, examined_bytes=room, unpaid=unpaid))
     if chosen is None or chosen.prediction.ms is None:
         return unchanged
     if not profile.can_split and chosen.num_micro_batches < plan.num_micro_batches:
@@ -267,14 +229,14 @@ def _faster(planner: _Planner, unchanged: MemoryDecision, timings: ThroughputSta
     if chosen.prediction.ms > measured.step_ms * (1.0 if is_plain else _FASTER_SHARE):
         return unchanged
     saved_ms = planner.saved_ms(chosen.prediction.ms)
-    cost_ms = planner.cost_ms(timings, chosen.num_micro_batches)
+    cost_ms = planner.cost_ms(planner.unpaid(chosen))
     if saved_ms > cost_ms:
         if not profile.can_split and chosen.num_micro_batches > plan.num_micro_batches:
             unchanged = replace(unchanged, state=_held(config, unchanged.state))  # or it might go to and fro
         return replace(_changed(observation, unchanged, chosen, "it is faster"), is_faster=True)
     text = f"a faster memory plan would save {saved_ms / 1e3:.2g} s, and a new one costs {cost_ms / 1e3:.2g} s"
     reason = Reason(code=ReasonCode.HELD_COST, subject="memory", text=text, value=saved_ms, threshold=cost_ms)
-    unpaid = UnpaidPlan(num_micro_batches=chosen.num_micro_batches, ms=chosen.prediction.ms)
+    unpaid = planner.unpaid(dearer or chosen)
     return replace(unchanged, state=replace(unchanged.state, unpaid=unpaid), reasons=(*unchanged.reasons, reason))
 
 
@@ -325,11 +287,11 @@ def _changed(observation: Observation, unchanged: MemoryDecision, chosen: Memory
 def _plan_reason(observation: Observation, new: Stored, why: str, prediction: Prediction | None = None) -> Reason:
     """Returns the reason for a memory plan, such as `memory plan: 12 of 50 regions recomputed, 3 offloaded: ...`."""
     kinds = list(new.storage.values())
-    num_recomputed = sum(kind.is_recomputed for kind in kinds)
+    in_part = sum(kind.is_selective for kind in kinds)
+    num_recomputed = in_part + sum(kind.is_recomputed for kind in kinds)
     text = f"memory plan: {num_recomputed} of {len(observation.regions)} regions recomputed"
     text += f" in {kinds.count(RECOMPUTE)} segments" if JOIN in kinds else ""
-    selective = next((kind for kind in kinds if kind.is_selective), None)
-    text += f", {kinds.count(selective)} in part" if selective else ""
+    text += f", {in_part} of them in part" if in_part else ""
     text += f", {kinds.count(OFFLOAD)} offloaded" if OFFLOAD in kinds else ""
     text += f", {new.num_micro_batches} micro-batches" if new.num_micro_batches > 1 else ""
     peak = observation.memory.window_peak_bytes

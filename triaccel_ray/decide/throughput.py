@@ -131,13 +131,18 @@ def size_that_pays(
     return batch_reason(ReasonCode.HELD_COST, text, saved_ms, cost_ms)
 
 
-def expected_cost_ms(observation: Observation, state: ThroughputState, *, has_new_sizes: bool) -> float:
+def expected_cost_ms(
+    observation: Observation, state: ThroughputState, *, has_new_sizes: bool, compiles: bool = False
+) -> float:
     """Returns what a new plan is expected to cost in milliseconds.
 
     For a new size of batch or micro-batch, this is what the last one cost. Otherwise, and before the first, it is the
     most that one interval has spent on new plans. An epoch's short last batch costs about as much as a new size. The
-    first plan does not count, because it also loads libraries, unless new sizes may recompile the model.
+    first plan does not count, because it also loads libraries, unless the model may be compiled anew: because of new
+    sizes, or since the plan `compiles` regions for another storage.
     """
+    if compiles:
+        return max(state.first_ms, state.later_ms)
     if has_new_sizes and state.growth_ms is not None:
         return state.growth_ms
     is_known = state.later_ms > 0.0 and not (has_new_sizes and observation.is_compiled)

@@ -99,6 +99,8 @@ class UnpaidPlan:
     num_micro_batches: int
     ms: float
     """Predicted milliseconds of a step of the whole batch."""
+    compiles: bool = False
+    """Whether regions would be compiled anew."""
 
 
 @dataclass(frozen=True, kw_only=True)

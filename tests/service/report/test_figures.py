@@ -112,7 +112,7 @@ def test_the_memory_plan_shows_what_each_region_keeps_and_what_is_freed(tmp_path
     regions = tuple(
         RegionSignal(
             name=name, saved_bytes=saved * MIB, input_bytes=10 * MIB, offloadable_bytes=30 * MIB, forward_ms=1.0,
-            backward_ms=2.0, can_join=name == "tail",
+            backward_ms=2.0, can_join=name == "tail", can_select=True,
         )
         for name, saved in (("stem", 40), ("body", 60), ("tail", 70), ("neck", 30), ("head", 50))
     )  # fmt: skip

@@ -311,7 +311,7 @@ def _kept_bytes(region: RegionSignal, kind: Storage) -> int:
     """Returns the bytes that a region holds on the device between its passes."""
     if kind.is_recomputed:  # alone if it cannot join
         return 0 if kind is Storage.JOIN and region.can_join else region.input_bytes
-    if kind.is_selective:
+    if kind.is_selective and region.can_select:
         return region.input_bytes + round(kind.kept_share * (region.saved_bytes - region.input_bytes))
     return region.saved_bytes - (region.offloadable_bytes if kind is Storage.OFFLOAD else 0)
 

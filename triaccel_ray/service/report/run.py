@@ -76,7 +76,7 @@ def recommendation(run: RunRecord) -> tuple[str, str]:
 def _plan_text(throughput: Throughput) -> str:
     """Returns what the plan does to fit the batch; empty if it does nothing."""
     parts = throughput.num_micro_batches
-    counts = Counter(storage.value for storage in throughput.storage.values())
+    counts = Counter("recompute in part" if each.is_selective else each.value for each in throughput.storage.values())
     regions = (f"{counted(count, 'region')} to {name}" for name, count in counts.items())
     return joined(f"{parts} micro-batches" if parts > 1 else "", *regions)
 
