@@ -95,6 +95,43 @@ def test_compiled_blocks_recompute_in_part_for_less_memory(capture: bool) -> Non
     assert peaks[0] > peaks[1] > peaks[2] >= peaks[3]
 
 
+class Attending(nn.Module):
+    """A transformer's attention with dropout of the scores and of the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(128), nn.Linear(128, 384), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(len(x), -1, 3, 2, 64).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+        return x + nn.functional.dropout(self.out(torch.tanh(y.transpose(1, 2).flatten(2))), 0.3)
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_blocks_recomputed_in_part_drop_out_the_same(capture: bool) -> None:
+    moved = []
+    for storage in (Storage.KEEP, Storage.SELECTIVE_70, Storage.SELECTIVE_50, Storage.SELECTIVE_30):
+        torch.manual_seed(0)
+        blocks = nn.Sequential(*[Attending() for _ in range(4)])
+        model = nn.Sequential(nn.Linear(16, 128), blocks, nn.Flatten(), nn.Linear(32 * 128, 10)).cuda()
+        data = torch.randn(512, 32, 16), torch.randint(0, 10, (512,))
+        config = fixed(Precision.BF16, compile="auto", capture=capture)
+        loop = loop_of(model, replace(config, every_steps=100), sgd, data)
+        loop.step()
+        names = loop._training.steps.step.activations.regions
+        applied = loop._actuators.apply(replace(loop.plan, storage=dict.fromkeys(names, storage)), step=1)
+        assert applied.faults == ()
+        first = nn.utils.parameters_to_vector(loop.model.parameters()).detach().clone()
+        torch.manual_seed(1)
+        run(loop, 5)
+        assert loop._training.steps.num_captured == capture
+        moved.append(nn.utils.parameters_to_vector(loop.model.parameters()).detach() - first)
+        loop.close()
+    for each in moved[1:]:
+        assert (each - moved[0]).norm() < 0.05 * moved[0].norm()
+
+
 class Block(nn.Module):
     def __init__(self, width: int, following: int, dropout: float) -> None:
         super().__init__()
