@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from tests.apply.compiled import Block
 from tests.build import CPU, ONE, cache_of, gradients, step_of
@@ -104,6 +105,22 @@ def test_random_numbers_are_those_of_the_forward_pass() -> None:
         found.append(run(step, dict.fromkeys(NAMES, storage))[1])
     for each in found[1:]:
         torch.testing.assert_close(each, found[0])
+
+
+def test_a_users_pass_runs_in_selective_code_too(step: Step) -> None:
+    seen = []
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            seen.append(graph)
+
+        def uuid(self) -> str:
+            return str(id(self))  # no cache has it
+
+    step.activations.set(dict.fromkeys(NAMES, Storage.SELECTIVE_50))
+    with torch._inductor.config.patch(joint_custom_post_pass=Pass()):
+        step.run(torch.arange(24), ONE, step=0)
+    assert seen
 
 
 def test_the_first_sizes_are_those_of_the_first_pass_in_any_storage(monkeypatch: pytest.MonkeyPatch) -> None:

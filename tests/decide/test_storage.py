@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.decide.build import USUAL, apply_failed, capture_out_of_memory, codes, memory_signal, observation_of, plan_of
-from tests.decide.memory_device import CONFIG, ELASTIC, MIB, REGIONS, SMALL, Device, Run, device_of, neighbors
+from tests.decide.memory_device import (
+    CONFIG,
+    ELASTIC,
+    MIB,
+    REGIONS,
+    SMALL,
+    Device,
+    Run,
+    device_of,
+    neighbors,
+)
 from triaccel_ray.config import ControlConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.decide import Decision, decide, initial_decision, replay
 from triaccel_ray.decide.memory import OFFLOAD, RECOMPUTE
@@ -58,24 +68,6 @@ def test_a_plan_that_is_as_predicted_is_not_reported():
     assert any("peak" in text for text in reasons_of(wrong, ReasonCode.MEMORY_MISPREDICTED))
     for _, decision in wrong.log:
         assert decision.remeasures_regions == (ReasonCode.MEMORY_MISPREDICTED in codes(decision, "memory"))
-
-
-@pytest.mark.parametrize(("samples_left", "pays"), [(10**5, False), (10**8, True)])
-def test_regions_are_compiled_anew_only_if_that_pays(samples_left: int, pays: bool):
-    """The first plan took a minute, most of which was compilation; others take 100 ms."""
-    regions = tuple(replace(each, can_select=True) for each in SMALL.profile.regions)
-    run = Run(machine=replace(SMALL, profile=replace(SMALL.profile, regions=regions)))
-    run.adapting_ms = 60_000.0
-    for _ in range(20):
-        run.tick(samples_left=samples_left)
-    kinds = set(run.plan.storage.values())
-    assert any(kind.is_selective for kind in kinds) == pays
-    assert kinds
-    assert run.num_failures == 1
-    assert run.num_changes(last=10) == 0
-    known = Run(machine=SMALL)
-    known.ticks(20)
-    assert run.machine.step_ms(run.plan) <= 1.03 * known.machine.step_ms(known.plan)
 
 
 def test_a_neighbor_that_takes_memory_makes_the_plan_smaller_before_it_fails():

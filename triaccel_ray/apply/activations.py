@@ -51,7 +51,7 @@ class Activations:
 
         `fixed` is the storage of all regions, whatever the plan says. `divide` divides a fused model's graph, with the
         named regions joined to those before them. It is called when a region is first not kept, and when others join.
-        Regions that the graph does not contain are left out from then on. `are_compiled`: by `Compilation`.
+        Regions that the graph does not contain are left out from then on. `are_compiled`: by `Compilation`, each.
         """
         self.regions = dict(regions)
         """Name -> module of each region whose storage can be chosen."""
@@ -89,7 +89,7 @@ class Activations:
 
     @property
     def kept_shares(self) -> dict[nn.Module, float]:
-        """Region -> share of what its code saves that it keeps, if that is selective (`Storage.kept_share`)."""
+        """Region -> share that its code keeps of what it saves beyond its inputs; only selective ones."""
         return {self.regions[name]: each.kept_share for name, each in self.storage.items() if each.is_selective}
 
     @property

@@ -71,7 +71,7 @@ class Actuators:
     ) -> None:
         """Restores and applies what `state_dict` returned; a precision not `supported` becomes the next higher one.
 
-        Regions that are no longer compiled keep what they stored selectively.
+        Regions with selective storage that are no longer compiled keep all their tensors.
 
         Without `adapts_precision`, the plan in force decides precisions. Only FP16 gives way to those of the state:
         layers may have overflowed in it. Without `adapts_batch`, a larger batch than the one in force returns to that.

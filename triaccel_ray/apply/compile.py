@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from triaccel_ray.model.pytree import cast_floating, numbers_in, tensors_in
 _RECOMPILE_LIMIT = 128
 """Variants of compiled code, for precisions and sizes in one storage, after which compiling counts as failed.
 
-PyTorch counts those of all blocks together, in all loops of a process.
+PyTorch counts those of all blocks together, in all loops of a process. Each selective storage in use adds as many.
 """
 _LOSS_RECOMPILE_LIMIT = 16
 """The same for losses: Python state of theirs, such as a count of steps, may ask for a variant at each step."""
@@ -93,25 +93,35 @@ class _Variants:
 def _selective_backend(kept_share: float) -> Callable[..., Any]:
     """Returns Inductor with settings for selective recomputation, which are private: a test notices if they change.
 
-    What random operations return is always saved. PyTorch may repeat them, which would draw other numbers. It tells
-    variants of one code apart by the object returned.
+    Results of operations that advance a random state are saved: repeated, they would draw other numbers. Inductor's own
+    random operations are repeated from saved seeds. The result is cached, because PyTorch compiles again for another
+    object.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class SaveRandom(CustomGraphPass):
+        """Runs the user's passes first."""
+
+        def __init__(self, before: Any) -> None:
+            self._before = before if isinstance(before, list | tuple) else [before] if before is not None else []
+
         def __call__(self, graph: torch.fx.Graph) -> None:
+            for each in self._before:
+                each(graph)
             for node in graph.nodes:
                 if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
-        def uuid(self) -> str:
-            return "triaccel_ray.SaveRandom.1"  # part of the keys of Inductor's caches
+        def uuid(self) -> Any:  # part of the keys of Inductor's caches; None: not cached
+            own = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._before]
+            return None if None in own else ("triaccel_ray.SaveRandom.1", *own)
 
     def compile_selectively(graph: Any, inputs: Any) -> Any:
         inductor: Any = torch._dynamo.lookup_backend("inductor")
+        save_random = SaveRandom(torch._inductor.config.joint_custom_post_pass)
         with (
             torch._functorch.config.patch(activation_memory_budget=kept_share),
-            torch._inductor.config.patch(joint_custom_post_pass=SaveRandom()),
+            torch._inductor.config.patch(joint_custom_post_pass=save_random),
         ):
             return inductor(graph, inputs)
 
@@ -135,6 +145,8 @@ class Compilation:
     disk by Inductor.
     """
 
+    _shares_in_process: ClassVar[set[float]] = {1.0}
+
     def __init__(
         self,
         model: nn.Module,
@@ -157,7 +169,6 @@ class Compilation:
         self._whole = None if blocks else _Variants(model, _VaryingSizes())
         self._is_in_force = False
         self._kept_shares: Mapping[nn.Module, float] = {}
-        self._used_shares = {1.0}
         self._compiled = [*self.blocks, *_norms_and_embeddings_outside(model, self.blocks)] if self.blocks else []
         self._are_equal, self._any_size = are_equal, are_equal and any_size
         for module in self._compiled:
@@ -223,14 +234,15 @@ class Compilation:
     def in_force(self, kept_shares: Mapping[nn.Module, float] | None = None) -> Iterator[None]:
         """Returns a context for training passes, in which one block may be compiled in many variants.
 
-        `kept_shares` maps a block to the share of what its code saves that it keeps, if that is less than 1.
+        `kept_shares` maps a block to the share (0 to 1) that its code keeps of the tensors saved beyond its inputs.
+        Blocks not named keep all.
         Past the limit, an error is raised: PyTorch would run the model uncompiled without a word. A checkpoint in the
         model's own code is compiled, too: what `showing` does within one need not be done again.
         """
         before = self._is_in_force, self._kept_shares
         self._is_in_force, self._kept_shares = True, kept_shares or {}
-        self._used_shares.update(self._kept_shares.values())
-        limit = _RECOMPILE_LIMIT * len(self._used_shares)
+        self._shares_in_process.update(self._kept_shares.values())
+        limit = _RECOMPILE_LIMIT * len(self._shares_in_process)
         patched = torch._dynamo.config.patch(
             recompile_limit=limit,
             accumulated_recompile_limit=2 * limit,

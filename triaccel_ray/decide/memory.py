@@ -1,10 +1,10 @@
-"""The memory planner: predicts what a plan of storage costs, and finds the cheapest plan that fits.
+"""The model of memory and time: predicts what a plan of storage costs, and finds the cheapest plan that fits.
 
 The regions' saved tensors are kept, recomputed or offloaded. They are recomputed alone or in segments of several
 regions (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), or in part, where the compiler chooses
-what is cheap (Korthikanti et al. 2022). They are offloaded to the host and
-prefetched one region ahead (AccUDNN, Guo et al. 2018). AccUDNN's performance model chooses what to swap. Here
-recomputation and micro-batches compete with it, and measurements calibrate the model.
+what is cheap (Korthikanti et al. 2022). They are offloaded to the host and prefetched one region ahead (AccUDNN, Guo
+et al. 2018). AccUDNN's performance model chooses what to swap. Here recomputation and micro-batches compete with it,
+and measurements calibrate the model.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def modeled_bytes(profile: MemoryProfile, storage: Mapping[str, Storage], micro_
 
         max over i of  sum_{j<i} held(j) + saved_bytes(i) + gradients(i) + moving(i)
 
-    held(j) are the bytes of region j between the passes: saved_bytes, input_bytes or what cannot be offloaded.
+    held(j) are the bytes of region j between the passes: saved_bytes; input_bytes if it is recomputed; what stays if it
+    is offloaded; input_bytes + kept_share * (saved_bytes - input_bytes) if it is recomputed in part.
     moving(i) are offloadable_bytes(i-1) if region i-1 is offloaded, else 0: its copy is under way while region i runs,
     in either pass. A segment runs as one region that saves what its regions save, and holds the inputs of the first.
     Bytes are proportional to the micro-batch size.

@@ -10,7 +10,7 @@ from triaccel_ray.config import ControlConfig
 from triaccel_ray.decide.calibration import BARRED_SHARE, budget_bytes, bytes_of
 from triaccel_ray.decide.memory import SELECTIVE, Measured, MemoryPlan, cheapest_plan, sums_bytes
 from triaccel_ray.decide.throughput import expected_cost_ms
-from triaccel_ray.records.plan import Storage
+from triaccel_ray.records.plan import Storage, compiles_anew
 from triaccel_ray.records.signals import MemoryProfile, Observation
 from triaccel_ray.records.state import MemoryState, ThroughputState, UnpaidPlan
 
@@ -26,20 +26,21 @@ class Planner:
     timings: ThroughputState
 
     def cheapest(self, state: MemoryState) -> tuple[MemoryPlan | None, MemoryPlan | None]:
-        """Returns the cheapest plan that fits and is not barred, and a faster one that is not worth its compilation.
+        """Returns the plan to try first, and the best one that differs in whether it compiles regions.
 
-        None if there are none. Regions that are recomputed in another part than now are compiled anew.
+        None where there is none. Both fit, and are not barred. Where micro-batches change the results, fewer of them
+        are worth a compilation.
         """
         fastest = self._fastest(state, SELECTIVE)
         if fastest is None or not self._compiles(fastest):
             return fastest, None
         known = self._fastest(state, set(self.observation.plan.storage.values()))
-        if known is None:
+        if known is None or (not self.profile.can_split and fastest.num_micro_batches < known.num_micro_batches):
             return fastest, None
         if fastest.prediction.ms is not None and known.prediction.ms is not None:
             difference_ms = self.saved_ms(fastest.prediction.ms) - self.saved_ms(known.prediction.ms)
             if difference_ms > self.cost_ms(self.unpaid(fastest)) - self.cost_ms(self.unpaid(known)):
-                return fastest, None
+                return fastest, known
         return known, fastest
 
     def saved_ms(self, ms: float) -> float:
@@ -54,13 +55,12 @@ class Planner:
         return expected_cost_ms(self.observation, self.timings, **is_new)
 
     def unpaid(self, plan: MemoryPlan) -> UnpaidPlan:
-        """Returns what is remembered of a plan that costs more than it saves."""
+        """Returns a plan's time, number of micro-batches, and whether it compiles regions."""
         ms = plan.prediction.ms or 0.0
         return UnpaidPlan(num_micro_batches=plan.num_micro_batches, ms=ms, compiles=self._compiles(plan))
 
     def _compiles(self, plan: MemoryPlan) -> bool:
-        new = set(plan.storage.values()) - set(self.observation.plan.storage.values())
-        return not new.isdisjoint(SELECTIVE)
+        return compiles_anew(plan.storage, self.observation.plan.storage)
 
     def _fastest(self, state: MemoryState, selective: Collection[Storage]) -> MemoryPlan | None:
         most_bytes, failed = None, state.failed

@@ -213,12 +213,11 @@ def _faster(planner: Planner, unchanged: MemoryDecision) -> MemoryDecision:
     if observation.step_ms is None or measured.step_ms is None or state.hold_ticks or is_barred:
         return unchanged
     if seen is not None and abs(room - seen) <= _ROOM_TOLERANCE * abs(seen):
-        unpaid = state.unpaid
-        if unpaid is None or planner.saved_ms(unpaid.ms) <= planner.cost_ms(unpaid):
+        unpaid = [each for each in (state.unpaid, state.other_unpaid) if each is not None]
+        if all(planner.saved_ms(each.ms) <= planner.cost_ms(each) for each in unpaid):
             return unchanged
-    chosen, dearer = planner.cheapest(state)
-    unpaid = None if dearer is None else planner.unpaid(dearer)
-    unchanged = replace(unchanged, state=replace(state, examined_bytes=room, unpaid=unpaid))
+    chosen, other = planner.cheapest(state)
+    unchanged = replace(unchanged, state=replace(state, examined_bytes=room, unpaid=None, other_unpaid=None))
     if chosen is None or chosen.prediction.ms is None:
         return unchanged
     if not profile.can_split and chosen.num_micro_batches < plan.num_micro_batches:
@@ -226,9 +225,14 @@ def _faster(planner: Planner, unchanged: MemoryDecision) -> MemoryDecision:
     is_plain = not chosen.storage and chosen.num_micro_batches == config.batch.accumulate
     if is_plain and config.batch.enabled and memory_share(config.batch, observation.memory) < config.batch.rho_low:
         return _changed(observation, unchanged, chosen, "the batch may grow then")
-    if chosen.prediction.ms > measured.step_ms * (1.0 if is_plain else _FASTER_SHARE):
-        return unchanged
-    saved_ms = planner.saved_ms(chosen.prediction.ms)
+    most_ms = _FASTER_SHARE * measured.step_ms
+    if other is not None and (other.prediction.ms is None or other.prediction.ms > most_ms):
+        other = None
+    if chosen.prediction.ms > (measured.step_ms if is_plain else most_ms):
+        if other is None:
+            return unchanged
+        chosen, other = other, None
+    saved_ms = planner.saved_ms(chosen.prediction.ms or 0.0)
     cost_ms = planner.cost_ms(planner.unpaid(chosen))
     if saved_ms > cost_ms:
         if not profile.can_split and chosen.num_micro_batches > plan.num_micro_batches:
@@ -236,8 +240,9 @@ def _faster(planner: Planner, unchanged: MemoryDecision) -> MemoryDecision:
         return replace(_changed(observation, unchanged, chosen, "it is faster"), is_faster=True)
     text = f"a faster memory plan would save {saved_ms / 1e3:.2g} s, and a new one costs {cost_ms / 1e3:.2g} s"
     reason = Reason(code=ReasonCode.HELD_COST, subject="memory", text=text, value=saved_ms, threshold=cost_ms)
-    unpaid = planner.unpaid(dearer or chosen)
-    return replace(unchanged, state=replace(unchanged.state, unpaid=unpaid), reasons=(*unchanged.reasons, reason))
+    other_unpaid = None if other is None else planner.unpaid(other)
+    state = replace(unchanged.state, unpaid=planner.unpaid(chosen), other_unpaid=other_unpaid)
+    return replace(unchanged, state=state, reasons=(*unchanged.reasons, reason))
 
 
 def _barred(config: ControlConfig, state: MemoryState, observation: Observation) -> MemoryState:

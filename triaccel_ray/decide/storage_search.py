@@ -20,7 +20,8 @@ ONE_NS = 1 << 20
 
 _Point = tuple[int, int, int]
 """A partial plan: bytes held, cost, and the storages of its regions as digits to the base 4."""
-_FourNumbers = tuple[int, int, int, int]
+_PerStorage = tuple[int, int, int, int]
+"""A number for each storage, 0 to 3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,9 @@ class Region:
     """Bytes while its backward pass runs: its saved tensors and the gradients."""
     moved: int
     """Bytes that offloading moves to the host."""
-    held: _FourNumbers
+    held: _PerStorage
     """Bytes between the passes in each storage."""
-    repeated_ns: _FourNumbers
+    repeated_ns: _PerStorage
     """What the backward pass computes again in each storage."""
     forward_ns: int
     backward_ns: int
@@ -52,9 +53,9 @@ END = Region(0, 0, (0, 0, 0, 0), (0, 0, 0, 0), 0, 0, 0, 0)
 def region_of(profile: MemoryProfile, signal: RegionSignal, output_bytes: int, selective: Storage) -> Region:
     """Returns a region whose output takes `output_bytes`; storage 3 is `selective`.
 
-    The compiler keeps that share of what is saved beyond the inputs, and repeats what costs least for its bytes. So the
-    time grows with the square of the share that is repeated: 0.09, 0.25 and 0.49 of the forward pass. Measured on
-    blocks of a ViT, BERT and a GPT on an H200: 0.05 to 0.12, 0.16 to 0.44 and 0.37 to 0.57.
+    The compiler keeps `selective.kept_share` of the bytes saved beyond the inputs, and repeats what costs least for its
+    bytes. So the time grows with the square of the share that is repeated: 0.09, 0.25 and 0.49 of the forward pass.
+    Measured on blocks of a ViT and a GPT on an H200: 0.05 and 0.12, 0.24 and 0.44, 0.43 and 0.57.
     """
     saved, inputs = signal.saved_bytes, min(signal.input_bytes, signal.saved_bytes)
     moved = min(signal.offloadable_bytes, saved)

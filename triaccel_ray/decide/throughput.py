@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.records.plan import FaultKind, Plan, Precision, Reason, ReasonCode
+from triaccel_ray.records.plan import FaultKind, Plan, Precision, Reason, ReasonCode, compiles_anew
 from triaccel_ray.records.signals import Observation
 from triaccel_ray.records.state import BatchState, Change, LayerState, Stored, ThroughputState, Timing
 
@@ -138,11 +138,12 @@ def expected_cost_ms(
 
     For a new size of batch or micro-batch, this is what the last one cost. Otherwise, and before the first, it is the
     most that one interval has spent on new plans. An epoch's short last batch costs about as much as a new size. The
-    first plan does not count, because it also loads libraries, unless the model may be compiled anew: because of new
-    sizes, or since the plan `compiles` regions for another storage.
+    first plan does not count, because it also loads libraries, unless new sizes may recompile the model.
+
+    If it `compiles` regions for another storage, this is what the last such plan cost, or the most of any interval.
     """
     if compiles:
-        return max(state.first_ms, state.later_ms)
+        return max(state.first_ms, state.later_ms) if state.compile_ms is None else state.compile_ms
     if has_new_sizes and state.growth_ms is not None:
         return state.growth_ms
     is_known = state.later_ms > 0.0 and not (has_new_sizes and observation.is_compiled)
@@ -194,7 +195,8 @@ def watch(
         usable, slowdown = [], 1.0
     # The farthest: noise counts least.
     other = max(usable, key=lambda timing: abs(timing.batch_size - new.batch_size), default=None)
-    state = replace(_without_change(state), other_timing=other, slowdown=slowdown)
+    is_compiling = compiles_anew(new.storage, old.storage)
+    state = replace(_without_change(state), other_timing=other, slowdown=slowdown, is_compiling=is_compiling)
     lowered = {name: level for name, level in old.precision.items() if new.precision[name].rank < level.rank}
     grown = new.batch_size > old.batch_size
     promoted = any(new.precision[name].rank > level.rank for name, level in old.precision.items())
@@ -217,6 +219,8 @@ def _with_spent(state: ThroughputState, adapting_ms: float) -> ThroughputState:
         return state
     if not state.adapting_ms:
         return replace(state, adapting_ms=adapting_ms, first_ms=spent_ms)
+    if state.is_compiling:
+        return replace(state, adapting_ms=adapting_ms, compile_ms=spent_ms, is_compiling=False)
     return replace(state, adapting_ms=adapting_ms, later_ms=max(spent_ms, state.later_ms))
 
 

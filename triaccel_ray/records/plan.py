@@ -99,6 +99,11 @@ class WeightForm:
     """Whether each of several ranks holds the optimizer's state of a share of the parameters."""
 
 
+def compiles_anew(new: Mapping[str, Storage], old: Mapping[str, Storage]) -> bool:
+    """Returns whether regions have a selective storage in `new` that none has in `old`: they are compiled for it."""
+    return any(kind.is_selective for kind in set(new.values()) - set(old.values()))
+
+
 def largest_micro_batch(batch_size: int, num_micro_batches: int) -> int:
     """Returns the number of samples in the largest of so many micro-batches."""
     return -(-batch_size // num_micro_batches)

@@ -146,7 +146,10 @@ class MemoryState:
     examined_bytes: int | None = None
     """Room for saved tensors when the last search found no faster plan; None: the next tick searches again."""
     unpaid: UnpaidPlan | None = None
-    """What this search found instead; once it pays, because more samples are left, the next tick searches again."""
+    """The faster plan that this search held back. Once it pays, because more samples are left or new plans cost less,
+    the next tick searches again."""
+    other_unpaid: UnpaidPlan | None = None
+    """The best plan of the same search that differs in whether regions are compiled anew."""
 
     @property
     def awaits_comparison(self) -> bool:
@@ -203,7 +206,11 @@ class ThroughputState:
     first_ms: float = 0.0
     """Of these, those of the first interval that had any."""
     later_ms: float = 0.0
-    """The most of these in one later interval; 0 before there is one."""
+    """The most of these in one later interval without compilation for another storage; 0 before there is one."""
+    compile_ms: float | None = None
+    """Milliseconds of the last interval that compiled regions for another storage; None before the first."""
+    is_compiling: bool = False
+    """Whether the plan in force has regions compiled anew, and their cost is not known yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
