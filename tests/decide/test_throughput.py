@@ -23,9 +23,10 @@ from tests.decide.build import (
 )
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import Decision
-from triaccel_ray.decide.throughput import EFFICIENT_SHARE, efficient_size
+from triaccel_ray.decide.throughput import EFFICIENT_SHARE, bar_undone, efficient_size
 from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision, ReasonCode
 from triaccel_ray.records.signals import LayerSignal
+from triaccel_ray.records.state import BatchState, Change, LayerState
 
 CONFIG = ControlConfig(
     precision=PrecisionConfig(tau_low=1e-6, tau_high=1e-3, dwell_ticks=0, patience_ticks=1, overflow_bar_ticks=6),
@@ -188,6 +189,13 @@ def test_a_change_of_which_no_time_is_known_is_kept_after_a_while():
     loop.tick()
     assert loop.state.throughput.change is None
     assert loop.plan.precision["conv"] is FP16
+
+
+@pytest.mark.parametrize(("before", "barred"), [(FP32, BF16), (BF16, FP16), (FP16, Precision.FP8)])
+def test_an_undone_lowering_bars_the_next_lower_precision(before: Precision, barred: Precision):
+    change = Change(ms_per_sample=1.0, precision={"conv": before})
+    layers, _ = bar_undone(CONFIG, change, {"conv": LayerState(by_variance=FP16)}, BatchState())
+    assert layers["conv"].too_slow is barred
 
 
 def test_a_plan_that_could_not_be_applied_is_not_judged():

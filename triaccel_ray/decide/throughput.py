@@ -165,7 +165,7 @@ def bar_undone(
         layer = barred[name]
         barred[name] = replace(
             layer,
-            too_slow=Precision.BF16 if before is Precision.FP32 else Precision.FP16,
+            too_slow=list(Precision)[before.rank - 1],  # of several steps down, the first may be to blame
             slow_bar_ticks=config.precision.overflow_bar_ticks * 2**layer.times_slow,
             times_slow=layer.times_slow + 1,
         )
