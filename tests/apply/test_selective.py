@@ -46,6 +46,25 @@ class Random(Block):
         return x + nn.functional.rrelu(self.down(y), training=True)
 
 
+@torch.library.custom_op("triaccel_tests::drop", mutates_args=())
+def drop(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Dropout as a library's attention has it: PyTorch does not know that the operation draws random numbers."""
+    mask = (torch.rand_like(x) < 0.7).to(x.dtype)
+    return x * mask, mask
+
+
+drop.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x)))
+drop.register_autograd(
+    lambda ctx, gradient, _: gradient * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+)
+
+
+class Custom(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + drop(self.down(drop(torch.relu(self.up(self.norm(x))))[0]))[0]
+
+
 def compiled(model: Deep, **options: Any) -> Step:
     generator = torch.Generator().manual_seed(0)
     step = step_of(model, (torch.randn(24, 6, generator=generator), torch.arange(24) % 3))
@@ -97,8 +116,9 @@ def test_code_keeps_its_share_of_what_it_saved_and_the_gradients_agree(step: Ste
     assert run(step, {})[0] == kept
 
 
-def test_random_numbers_are_those_of_the_forward_pass() -> None:
-    step = compiled(Deep(Random))
+@pytest.mark.parametrize("block", [Random, Custom])
+def test_random_numbers_are_those_of_the_forward_pass(block: type[Block]) -> None:
+    step = compiled(Deep(block))
     found = []
     for storage in (KEEP, *SELECTIVE):
         torch.manual_seed(3)

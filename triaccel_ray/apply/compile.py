@@ -93,11 +93,15 @@ class _Variants:
 def _selective_backend(kept_share: float) -> Callable[..., Any]:
     """Returns Inductor with settings for selective recomputation, which are private: a test notices if they change.
 
-    Results of operations that advance a random state are saved: repeated, they would draw other numbers. Inductor's own
-    random operations are repeated from saved seeds. The result is cached, because PyTorch compiles again for another
-    object.
+    Results of operations that advance a random state are saved: repeated, they would draw other numbers. So are those
+    of operations that are not PyTorch's own, such as FlashAttention's, which may draw numbers unseen. Inductor's random
+    operations are repeated from saved seeds. The backend is cached, because PyTorch compiles again for another one.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    def may_draw(operation: Any) -> bool:
+        is_own = getattr(operation, "namespace", "aten") in ("aten", "prims")
+        return not is_own or torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
 
     class SaveRandom(CustomGraphPass):
         """Runs the user's passes first."""
@@ -109,12 +113,12 @@ def _selective_backend(kept_share: float) -> Callable[..., Any]:
             for each in self._before:
                 each(graph)
             for node in graph.nodes:
-                if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                if may_draw(node.target):
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
         def uuid(self) -> Any:  # part of the keys of Inductor's caches; None: not cached
             own = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._before]
-            return None if None in own else ("triaccel_ray.SaveRandom.1", *own)
+            return None if None in own else ("triaccel_ray.SaveRandom.2", *own)
 
     def compile_selectively(graph: Any, inputs: Any) -> Any:
         inductor: Any = torch._dynamo.lookup_backend("inductor")
