@@ -222,7 +222,7 @@ def _cheapest_storage(
     found: list[dict[str, Storage]] = []
     plain = [tuple(kind for kind in kinds if kind != 3) for kinds in choices]
     for each in (KEEP, *(selective if plain != list(choices) else ())):
-        regions = _regions(profile, dict.fromkeys(_names(profile), each))
+        regions = _regions(profile, {region.name: each for region in profile.regions})
         alone = cheapest_storages(regions, plain if each is KEEP else choices, room)
         if alone is not None:
             found.append(_storage_of(profile.regions, alone[1], each))
@@ -265,10 +265,6 @@ def _beyond_model_bytes(profile: MemoryProfile, measured: Measured, num_micro_ba
     further_samples = largest_micro_batch(plan.batch_size, num_micro_batches) - plan.micro_batch_size
     sums = sums_bytes(profile, num_micro_batches) - sums_bytes(profile, plan.num_micro_batches)
     return sums + measured.bytes_per_sample * further_samples
-
-
-def _names(profile: MemoryProfile) -> list[str]:
-    return [region.name for region in profile.regions]
 
 
 def _regions(profile: MemoryProfile, storage: Mapping[str, Storage] | None = None) -> list[Region]:

@@ -51,8 +51,7 @@ class Planner:
     def cost_ms(self, plan: UnpaidPlan) -> float:
         """Returns what a plan is expected to cost."""
         has_new_sizes = plan.num_micro_batches != self.observation.plan.num_micro_batches
-        is_new = {"has_new_sizes": has_new_sizes, "compiles": plan.compiles}
-        return expected_cost_ms(self.observation, self.timings, **is_new)
+        return expected_cost_ms(self.observation, self.timings, has_new_sizes=has_new_sizes, compiles=plan.compiles)
 
     def unpaid(self, plan: MemoryPlan) -> UnpaidPlan:
         """Returns a plan's time, number of micro-batches, and whether it compiles regions."""

@@ -293,7 +293,7 @@ def _plan_reason(observation: Observation, new: Stored, why: str, prediction: Pr
     """Returns the reason for a memory plan, such as `memory plan: 12 of 50 regions recomputed, 3 offloaded: ...`."""
     kinds = list(new.storage.values())
     in_part = sum(kind.is_selective for kind in kinds)
-    num_recomputed = in_part + sum(kind.is_recomputed for kind in kinds)
+    num_recomputed = sum(kind.repeats for kind in kinds)
     text = f"memory plan: {num_recomputed} of {len(observation.regions)} regions recomputed"
     text += f" in {kinds.count(RECOMPUTE)} segments" if JOIN in kinds else ""
     text += f", {in_part} of them in part" if in_part else ""

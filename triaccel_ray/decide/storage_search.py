@@ -57,7 +57,7 @@ def region_of(profile: MemoryProfile, signal: RegionSignal, output_bytes: int, s
     bytes. So the time grows with the square of the share that is repeated: 0.09, 0.25 and 0.49 of the forward pass.
     Measured on blocks of a ViT and a GPT on an H200: 0.05 and 0.12, 0.24 and 0.44, 0.43 and 0.57.
     """
-    saved, inputs = signal.saved_bytes, min(signal.input_bytes, signal.saved_bytes)
+    saved, held = signal.saved_bytes, signal.held_bytes
     moved = min(signal.offloadable_bytes, saved)
     rates = profile.to_host_bytes_per_ms, profile.to_device_bytes_per_ms
     to_host, to_device = (math.ceil(1e6 * moved / rate) if rate > 0 else 0 for rate in rates)
@@ -65,7 +65,7 @@ def region_of(profile: MemoryProfile, signal: RegionSignal, output_bytes: int, s
     return Region(
         running=saved + min(2 * max(signal.input_bytes, output_bytes), saved),
         moved=moved,
-        held=(saved, inputs, saved - moved, saved - math.floor(repeated * (saved - inputs))),
+        held=(saved, held(Storage.RECOMPUTE), held(Storage.OFFLOAD), held(selective)),
         repeated_ns=(0, forward_ns, 0, round(repeated**2 * forward_ns)),
         forward_ns=forward_ns,
         backward_ns=round(1e6 * signal.backward_ms),

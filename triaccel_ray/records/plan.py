@@ -68,6 +68,11 @@ class Storage(StrEnum):
         return self.value.startswith("selective")
 
     @property
+    def repeats(self) -> bool:
+        """Whether the backward pass computes the region again, or a part of it."""
+        return self.is_recomputed or self.is_selective
+
+    @property
     def kept_share(self) -> float:
         """Share of what the region's code saves beyond its inputs that it keeps; 1 unless it is selective."""
         return float(self.value.rpartition("_")[2]) / 100 if self.is_selective else 1.0

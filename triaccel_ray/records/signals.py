@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision
+from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision, Storage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,16 @@ class RegionSignal:
     """Whether it can be recomputed in one segment with the region before it."""
     can_select: bool = False
     """Whether its code is compiled, so that the compiler can choose what is computed again."""
+
+    def held_bytes(self, storage: Storage) -> int:
+        """Returns the bytes of device memory that it holds between its passes; as if kept where `storage` cannot be."""
+        saved, inputs = self.saved_bytes, min(self.input_bytes, self.saved_bytes)
+        if storage.is_recomputed:  # alone if it cannot join
+            return 0 if storage is Storage.JOIN and self.can_join else inputs
+        if storage is Storage.OFFLOAD:
+            return saved - min(self.offloadable_bytes, saved)
+        share = storage.kept_share if self.can_select else 1.0
+        return saved - math.floor((1.0 - share) * (saved - inputs))
 
 
 @dataclass(frozen=True, kw_only=True)

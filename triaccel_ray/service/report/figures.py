@@ -22,7 +22,6 @@ from triaccel_ray.measure.score import BYTES_PER_GB
 from triaccel_ray.records.events import Epoch, Tick
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Plan, Precision, Storage
-from triaccel_ray.records.signals import RegionSignal
 from triaccel_ray.service.report import drawing
 from triaccel_ray.service.report.drawing import (
     BLUE,
@@ -273,9 +272,9 @@ def memory_plan(ticks: Sequence[Tick], *, subtitle: str = "") -> Figure:
     title, names = "What each region saves for its backward pass", [region.name for region in regions]
     figure, axes = _figure_of_rows(names, title, subtitle, x_label="MiB per micro-batch")
     stored = [storage.get(region.name, Storage.KEEP) for region in regions]
-    kinds = [Storage.RECOMPUTE if kind.is_recomputed or kind.is_selective else kind for kind in stored]
+    kinds = [Storage.RECOMPUTE if kind.repeats else kind for kind in stored]
     saved = np.array([region.saved_bytes for region in regions]) / MIB
-    kept = np.array([_kept_bytes(region, kind) for region, kind in zip(regions, stored, strict=True)]) / MIB
+    kept = np.array([region.held_bytes(kind) for region, kind in zip(regions, stored, strict=True)]) / MIB
     axes.barh(range(len(regions)), kept, color=STORAGE_COLORS[Storage.KEEP])
     axes.barh(range(len(regions)), saved - kept, left=kept, color=[STORAGE_COLORS[kind] for kind in kinds])
     texts = {Storage.KEEP: "kept", Storage.RECOMPUTE: "recomputed", Storage.OFFLOAD: "offloaded"}
@@ -305,15 +304,6 @@ def batch_sizes(ms_per_sample: Mapping[int, float], efficient: int | None, *, su
     axes.set_xlim(left=0.0)
     axes.yaxis.set_major_formatter(drawing.PLAIN)
     return figure
-
-
-def _kept_bytes(region: RegionSignal, kind: Storage) -> int:
-    """Returns the bytes that a region holds on the device between its passes."""
-    if kind.is_recomputed:  # alone if it cannot join
-        return 0 if kind is Storage.JOIN and region.can_join else region.input_bytes
-    if kind.is_selective and region.can_select:
-        return region.input_bytes + round(kind.kept_share * (region.saved_bytes - region.input_bytes))
-    return region.saved_bytes - (region.offloadable_bytes if kind is Storage.OFFLOAD else 0)
 
 
 def _figure_of_rows(names: Sequence[str], title: str, subtitle: str, *, x_label: str) -> tuple[Figure, Axes]:

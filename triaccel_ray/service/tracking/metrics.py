@@ -98,7 +98,7 @@ def _tick_metrics(tick: Tick) -> dict[str, float | None]:
         "memory/share": memory.share(),
         "memory/predicted_peak_gb": None if predicted is None else predicted / BYTES_PER_GB,
         "memory/predicted_step_ms": tick.decision.state.memory.predicted_ms,
-        "memory/recomputed_regions": sum(each.is_recomputed or each.is_selective for each in stored),
+        "memory/recomputed_regions": sum(each.repeats for each in stored),
         "memory/offloaded_regions": stored.count(Storage.OFFLOAD),
         **{f"layers/{level.value}": levels.count(level) for level in Precision},
         "curvature/largest_eigenvalue": max(eigenvalues, default=None),
