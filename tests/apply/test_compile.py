@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.apply.captured import fault_messages, fixed, loop_of
 from tests.apply.compiled import Block, Recording
@@ -203,6 +204,32 @@ def test_a_model_of_transformers_without_a_mask_is_captured_with_its_blocks_as_t
     assert [each for each in fault_messages(ticks) if "compiled" in each] == [
         "compiled: 4 x BertLayer compiled: its blocks repeat"
     ]
+    loop.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_decoder_whose_masks_wait_for_the_device_is_captured_with_its_blocks(activations: str) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        use_cache=False,
+    )
+    tokens, ticks = torch.randint(0, 96, (640, 32)).cuda(), list[Any]()
+    loop = loop_of(
+        nn.Sequential(LlamaForCausalLM(config).cuda(), Wired(lambda self, x: x.logits.mean(1))),
+        fixed(BF16, compile="auto", activations=activations),
+        data=(tokens, tokens[:, 0]),
+        on_tick=ticks.append,
+    )
+    for _ in range(2):
+        loop.train_epoch()
+    assert loop._training.steps.num_captured == 1
+    assert fault_messages(ticks) == ["compiled: 4 x LlamaDecoderLayer compiled: its blocks repeat"]
     loop.close()
 
 

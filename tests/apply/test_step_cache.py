@@ -134,6 +134,7 @@ def test_a_capture_that_fails_leaves_the_augmentation_to_the_eager_step() -> Non
 
 
 def test_a_wait_ends_capturing_only_if_the_capture_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triaccel_ray.apply.capture.asks_for_capture", lambda: False)
     text = "the host waits for the device (model.py:1)"
     found = [Obstacle(text, is_certain=False)]
     monkeypatch.setattr("triaccel_ray.apply.step.watched", lambda into, device: nullcontext(into.extend(found)))
@@ -153,7 +154,7 @@ def test_a_wait_ends_capturing_only_if_the_capture_fails(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_models_of_transformers_run_the_same_code_while_captured_unless_they_have_waited(
+def test_eager_and_captured_steps_of_transformers_run_the_same_code(
     waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, is_told = import_utils.is_cuda_stream_capturing, list[bool]()
@@ -161,14 +162,20 @@ def test_models_of_transformers_run_the_same_code_while_captured_unless_they_hav
 
     class Asks(nn.Linear):
         def forward(self, inputs: Tensor) -> Tensor:
-            is_told.append(import_utils.is_cuda_stream_capturing is original)
+            is_told.append(import_utils.is_cuda_stream_capturing())
             return super().forward(inputs)
 
-    found = [Obstacle("the host waits for the device (model.py:1)", is_certain=False)] if waits else []
-    monkeypatch.setattr("triaccel_ray.apply.step.watched", lambda into, device: nullcontext(into.extend(found)))
+    def watched(obstacles: list[Obstacle], device: torch.device) -> Any:
+        if waits and not import_utils.is_cuda_stream_capturing():
+            obstacles.append(Obstacle("the host waits for the device (masking_utils.py:1)", is_certain=False))
+        return nullcontext()
+
+    monkeypatch.setattr("triaccel_ray.apply.step.watched", watched)
     cache, _, _ = cache_with(model=nn.Sequential(Asks(blobs(16)[0].shape[1], 4)))
-    assert [cache.run(ALL, ONE, step=step) for step in range(2)] == [(), ()]
-    assert is_told == [True, waits, True]  # eagerly, in the capture, in its replay
+    assert [cache.run(ALL, ONE, step=step) for step in range(4)] == [()] * 4
+    assert cache.num_captured == 1
+    # Eager; if that waited, eager as captured; the capture and replays.
+    assert is_told == ([False, *[True] * 4] if waits else [False] * 5)
     assert import_utils.is_cuda_stream_capturing is original
 
 

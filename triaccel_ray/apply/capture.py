@@ -20,7 +20,7 @@ from triaccel_ray.apply.step import Step, StepOutcome
 from triaccel_ray.apply.step_in_backward import BucketedGradients
 from triaccel_ray.apply.step_kind import StepKind
 from triaccel_ray.config import ExecutionConfig
-from triaccel_ray.cuda.capture_checks import Obstacle, running_eager_code
+from triaccel_ray.cuda.capture_checks import Obstacle, asks_for_capture, reporting_capture
 from triaccel_ray.cuda.graphs import Graph, GraphPool
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.stream_pool import PooledStream
@@ -30,7 +30,7 @@ from triaccel_ray.model.gradients import Gradients, has_hooks
 from triaccel_ray.records.plan import Fault, FaultKind
 
 MAX_GRAPHS = 8
-"""Captured steps kept at once. They share one memory pool: each costs a few MB at most, for kernel arguments."""
+"""Captured steps kept at once. They share one memory pool, so each costs only a few MB for kernel arguments."""
 
 
 class Update(Protocol):
@@ -66,11 +66,10 @@ class StepCache:
     launch.
 
     The first step of a kind runs eagerly, so that libraries choose their kernels. Eager and captured steps never hold
-    memory at the same time: an eager step on a GPU drops all graphs. They are captured again at their next use. If a
-    step cannot be captured, the model is compiled as a whole in place of its blocks. If that does not help, all steps
-    run eagerly; a fault reports each. If a capture runs out of memory, steps of its kind run eagerly until memory is
-    released: each attempt is a fault. Python state that the forward pass changes is changed at captures but not at
-    replays.
+    memory at the same time: an eager step on a GPU drops all graphs, which are captured again at their next use. If a
+    step cannot be captured, the model is compiled as a whole in place of its blocks, or else all steps run eagerly; a
+    fault reports each. If a capture runs out of memory, a fault, too, steps of its kind run eagerly until memory is
+    released. Python state that the forward pass changes is changed at captures but not at replays.
     """
 
     def __init__(
@@ -99,10 +98,12 @@ class StepCache:
         self._unverified: set[StepKind] = set()
         """Kinds whose graph recomputes regions and has not been replayed yet."""
         self._too_large: set[StepKind] = set()
+        self._runs_as_captured = False
+        """Whether eager steps run the code that models have for captured ones, too: the other code waits."""
         self._captured_dependencies: tuple[Any, ...] = ()
+        self._is_refusal_reported = False
         self.pending_ms = 0.0
         """Milliseconds spent on new plans since the last `take_cost`."""
-        self._is_refusal_reported = False
         pool.on_release(self._drop_all)
 
     @property
@@ -111,10 +112,7 @@ class StepCache:
         return len(self._entries)
 
     def take_cost(self) -> float:
-        """Returns the milliseconds spent on new plans since the last call.
-
-        They cover first steps of a kind, with autotuning and compilation, and captures, successful or not.
-        """
+        """Returns the milliseconds since the last call spent on first steps of a kind, compilation and captures."""
         cost, self.pending_ms = self.pending_ms, 0.0
         return cost
 
@@ -129,7 +127,7 @@ class StepCache:
         num_samples, offset = shares or BatchShares(len(indices))
         stored = tuple(self.step.activations.storage.items())
         key = StepKind(num_samples, self.step.num_parts(num_samples), self.step.precision.key, stored, offset)
-        with self.on_stream(), self._autotuning():
+        with self.on_stream(), self._autotuning(), reporting_capture(self._runs_as_captured):
             if not self.enabled or key in self._too_large:
                 return self._run_eagerly(key, indices, loss_scale, step).faults
             if self._entries and self._dependencies() != self._captured_dependencies:
@@ -190,18 +188,18 @@ class StepCache:
     def _run_first(self, key: StepKind, indices: Tensor, loss_scale: Tensor, step: int) -> tuple[Fault, ...]:
         """Runs the first step of a kind eagerly, and checks whether it can be captured.
 
-        Compilation itself waits for the device. So a step that compiles is not checked, but the one after it is.
+        Compilation itself waits for the device. So a step that compiles is not checked, but the next one is.
         """
         before = self._dependencies()
         compiles = self.step.is_compiled and key not in self._is_ready
         with self._timed():
             outcome = self._run_eagerly(key, indices, loss_scale, step, watch=not compiles)
             self.step.zero_grad()
-        if any(fault.kind is FaultKind.OUT_OF_MEMORY for fault in outcome.faults):
+        kinds = {fault.kind for fault in outcome.faults}
+        if FaultKind.OUT_OF_MEMORY in kinds:
             return outcome.faults  # the attempt that succeeded was a step of another kind
-        compiles = compiles or any(fault.kind is FaultKind.COMPILED for fault in outcome.faults)
-        self._is_ready[key] = not compiles
-        if compiles:
+        self._is_ready[key] = not compiles and FaultKind.COMPILED not in kinds
+        if not self._is_ready[key]:
             return outcome.faults
         obstacles = list(outcome.obstacles)
         if self._dependencies() != before:
@@ -211,6 +209,9 @@ class StepCache:
         if self.step.peers.ranks.any(is_certain):
             text = "; ".join(self._doubts[key]) if is_certain else "the step of another rank cannot be captured"
             return (*outcome.faults, self._give_up(key, text, step))
+        if not self._runs_as_captured and asks_for_capture() and self.step.peers.ranks.any(bool(obstacles)):
+            self._runs_as_captured = True  # that code may not wait, and has to be compiled before it is captured
+            self._is_ready.clear()
         return outcome.faults
 
     def _give_up(self, key: StepKind, why: str, step: int, *, may_compile: bool = True) -> Fault:
@@ -220,7 +221,7 @@ class StepCache:
             self.step.compile_whole()  # compiled code between the blocks may avoid the obstacles
             self._is_ready.clear()
             return Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=f"{compilation}: {why}")
-        self.enabled = False
+        self.enabled = self._runs_as_captured = False
         return key.capture_fault(step, why)
 
     def _prepare(self, key: StepKind, indices: Tensor, loss_scale: Tensor, step: int) -> Fault | None:
@@ -279,8 +280,7 @@ class StepCache:
             if self._update.is_capturable:
                 self._update.run(loss_sums[0], key.batch_size, gradients)
 
-        has_waited = bool(self._doubts.get(key))
-        with self._timed(), contextlib.nullcontext() if has_waited else running_eager_code():
+        with self._timed():
             own = self.step.activations.rng.generators(self.step.pass_kind(len(indices), key.batch_size))
             graph = self._pool.capture(work, generators=[self._generator, *own])
         gradients.publish()

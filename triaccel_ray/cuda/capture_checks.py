@@ -10,6 +10,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from triaccel_ray.cuda.random_states import host_random_state
 
 _WAITS = "called a synchronizing CUDA operation"
 _ON_ANOTHER_STREAM = "AccumulateGrad node's stream does not match"
+_QUESTION = "is_cuda_stream_capturing"
+"""What models of transformers call; a test notices if it is renamed."""
 
 
 class Obstacle(NamedTuple):
@@ -46,23 +49,40 @@ def watched(obstacles: list[Obstacle], device: torch.device) -> Iterator[None]:
     obstacles.extend(reason for reason in dict.fromkeys(found) if reason not in obstacles)
 
 
-@contextlib.contextmanager
-def running_eager_code() -> Iterator[None]:
-    """Makes models of transformers run their eager code in a capture: that code is compiled already.
+def asks_for_capture() -> bool:
+    """Returns whether code may run that is different while it is captured: that of models of transformers."""
+    return hasattr(_transformers(), _QUESTION)
 
-    In a captured step, they build attention masks that they leave out otherwise, because checking a mask's values waits
-    for the device. Use it only for steps that have not waited.
+
+@contextlib.contextmanager
+def reporting_capture(answer: bool) -> Iterator[None]:
+    """Makes models of transformers run their code for captured steps, or that for others, whether captured or not.
+
+    While they are captured, they build attention masks that they otherwise leave out after a look at the data, for
+    which the host waits. Compiled code differs with a mask, and cannot be compiled during a capture. So all steps of a
+    run need the same answer.
     """
-    module = sys.modules.get("transformers.utils.import_utils")
-    original = getattr(module, "is_cuda_stream_capturing", None)
+    module, original = _transformers(), getattr(_transformers(), _QUESTION, None)
     if original is None:
         yield
         return
-    module.is_cuda_stream_capturing = lambda: False  # type: ignore[union-attr]  # a test notices if it is renamed
+    setattr(module, _QUESTION, _yes if answer else _no)
     try:
         yield
     finally:
-        module.is_cuda_stream_capturing = original  # type: ignore[union-attr]
+        setattr(module, _QUESTION, original)
+
+
+def _transformers() -> ModuleType | None:
+    return sys.modules.get("transformers.utils.import_utils")
+
+
+def _yes() -> bool:
+    return True
+
+
+def _no() -> bool:
+    return False
 
 
 def _reason(warning: warnings.WarningMessage) -> Obstacle | None:

@@ -72,7 +72,7 @@ def modeled_bytes(profile: MemoryProfile, storage: Mapping[str, Storage], micro_
         max over i of  sum_{j<i} held(j) + saved_bytes(i) + gradients(i) + moving(i)
 
     held(j) are the bytes of region j between the passes: saved_bytes; input_bytes if it is recomputed; what stays if it
-    is offloaded; input_bytes + kept_share * (saved_bytes - input_bytes) if it is recomputed in part.
+    is offloaded; input_bytes and a share of the rest if it is recomputed in part (`RegionSignal.held_bytes`).
     moving(i) are offloadable_bytes(i-1) if region i-1 is offloaded, else 0: its copy is under way while region i runs,
     in either pass. A segment runs as one region that saves what its regions save, and holds the inputs of the first.
     Bytes are proportional to the micro-batch size.

@@ -71,6 +71,13 @@ class NoiseSignal:
     """tr Cov[g_i]."""
 
 
+EXCESS_SHARE = 0.08
+"""Share of the bytes saved beyond the inputs that selective code may keep in addition to what it was compiled for.
+
+Measured on blocks of a GPT, a ViT and BERT on an H200: 0.03 to 0.09. Of a Swin and a ConvNeXt: 0 or less.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RegionSignal:
     """What a region of the model costs in one pass of a micro-batch, forward and backward."""
@@ -98,7 +105,7 @@ class RegionSignal:
             return 0 if storage is Storage.JOIN and self.can_join else inputs
         if storage is Storage.OFFLOAD:
             return saved - min(self.offloadable_bytes, saved)
-        share = storage.kept_share if self.can_select else 1.0
+        share = min(storage.kept_share + EXCESS_SHARE, 1.0) if self.can_select else 1.0
         return saved - math.floor((1.0 - share) * (saved - inputs))
 
 
