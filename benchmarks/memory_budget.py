@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, budget_mib: int | None) -> dict[str, Any]:
         precision=PrecisionConfig(enabled=False, initial=Precision(args.precision)),
         curvature=CurvatureConfig(enabled=False),
     )
-    ticks: deque[Any] = deque(maxlen=6)
+    ticks: deque[Any] = deque(maxlen=3)
     faults: Counter[str] = Counter()
 
     def note(tick: Any) -> None:
