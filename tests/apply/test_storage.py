@@ -139,6 +139,8 @@ def test_a_plan_carries_the_storage_and_a_resumed_step_the_one_it_fell_back_to()
     step.activations.set({})
     actuators.load_state_dict(state, {}, adapts_precision=True, adapts_batch=True)
     assert step.activations.storage == dict.fromkeys(ALL, Storage.RECOMPUTE)
+    (fault,) = actuators.apply(replace(plan, storage={"x": Storage.OFFLOAD}), step=1).faults
+    assert fault.kind is FaultKind.APPLY_FAILED
 
 
 @pytest.mark.parametrize("limited", [True, False])
