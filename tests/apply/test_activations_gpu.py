@@ -35,6 +35,21 @@ def job(name: str) -> tuple[nn.Module, Any, Any]:
     return GPT(layers=4, width=128, heads=4, context=128).cuda(), (text[:, :-1], text[:, 1:]), loss
 
 
+def store(loop: Any, storage: dict[str, Storage]) -> None:
+    applied = loop._actuators.apply(replace(loop.plan, storage=storage), step=0)
+    assert applied.faults == ()
+
+
+def peak_of_a_step(loop: Any) -> int:
+    """Bytes beyond those at rest of a step that is captured anew, since the graphs are dropped."""
+    loop._training.make_room()
+    torch.cuda.reset_peak_memory_stats()
+    resting = torch.cuda.memory_allocated()
+    loop.step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - resting
+
+
 @pytest.mark.parametrize("level", [Precision.BF16, Precision.FP32])
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize(
@@ -56,12 +71,7 @@ def test_captured_compiled_fused_and_eager_steps_recompute_or_fetch_what_they_do
         torch.cuda.synchronize()
         assert loop._training.steps.num_captured == execution.get("capture", True)
         found.append({key: value.clone() for key, value in loop.model.state_dict().items()})
-        loop._training.make_room()
-        torch.cuda.reset_peak_memory_stats()
-        resting = torch.cuda.memory_allocated()
-        loop.step()  # captured anew, since the graphs were dropped
-        torch.cuda.synchronize()
-        peaks.append(torch.cuda.max_memory_allocated() - resting)
+        peaks.append(peak_of_a_step(loop))
         assert {fault.kind for fault in loop.tick().observation.faults} <= {FaultKind.COMPILED}
         loop.close()
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
@@ -77,18 +87,11 @@ def test_compiled_blocks_recompute_in_part_for_less_memory(capture: bool) -> Non
         config = fixed(Precision.BF16, compile="auto", capture=capture)
         loop = loop_of(model, replace(config, every_steps=100), sgd, data, loss=loss)
         loop.step()
-        names = loop._training.steps.step.activations.regions
-        applied = loop._actuators.apply(replace(loop.plan, storage=dict.fromkeys(names, storage)), step=1)
-        assert applied.faults == ()
+        store(loop, dict.fromkeys(loop._training.steps.step.activations.regions, storage))
         run(loop, 7)
         assert loop._training.steps.num_captured == capture
         found.append([parameter.detach().clone() for parameter in loop.model.parameters()])
-        loop._training.make_room()
-        torch.cuda.reset_peak_memory_stats()
-        resting = torch.cuda.memory_allocated()
-        loop.step()
-        torch.cuda.synchronize()
-        peaks.append(torch.cuda.max_memory_allocated() - resting)
+        peaks.append(peak_of_a_step(loop))
         loop.close()
     for parameters in found[1:]:
         torch.testing.assert_close(parameters, found[0], rtol=1e-2, atol=1e-3)
@@ -119,9 +122,7 @@ def test_blocks_recomputed_in_part_drop_out_the_same(capture: bool) -> None:
         config = fixed(Precision.BF16, compile="auto", capture=capture)
         loop = loop_of(model, replace(config, every_steps=100), sgd, data)
         loop.step()
-        names = loop._training.steps.step.activations.regions
-        applied = loop._actuators.apply(replace(loop.plan, storage=dict.fromkeys(names, storage)), step=1)
-        assert applied.faults == ()
+        store(loop, dict.fromkeys(loop._training.steps.step.activations.regions, storage))
         first = nn.utils.parameters_to_vector(loop.model.parameters()).detach().clone()
         torch.manual_seed(1)
         run(loop, 5)
@@ -245,8 +246,7 @@ def test_storage_changes_between_steps_and_results_do_not(capture: bool) -> None
     names = list(loops[1]._training.steps.step.activations.regions)
     mixed = dict(zip(names, itertools.cycle(list(Storage)[:4]), strict=False))  # selective ones round differently
     for storage in (dict.fromkeys(names, Storage.OFFLOAD), mixed, {}, mixed):
-        applied = loops[1]._actuators.apply(replace(loops[1].plan, storage=storage), step=0)
-        assert applied.faults == ()
+        store(loops[1], storage)
         for loop in loops:
             run(loop, 3)
     assert loops[1]._training.steps.num_captured == capture

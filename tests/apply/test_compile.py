@@ -1,4 +1,4 @@
-"""What is compiled of a model; on a CPU, with the code that PyTorch traces run as it is."""
+"""What is compiled of a model, and its loss; on a CPU, with the code that PyTorch traces run as it is."""
 
 import functools
 import os
@@ -8,25 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.apply.captured import fault_messages, fixed, loop_of
+from tests.apply.captured import fault_messages, faults_of, fixed, loop_of
 from tests.apply.compiled import Block, Recording
-from tests.build import BF16, FP32, Wired
-from triaccel_ray.apply.compile import Compilation, is_compiled, share_kernel_cache
+from tests.build import BF16, FP32, Wired, blobs, mlp
+from triaccel_ray.apply.compile import Compilation, is_compiled, loss_in_fp32, share_kernel_cache
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.weights import ComputeCopies, Weights
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.model.regions import repeated_blocks
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.trainables.bert import Bert
-
-
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Block(8), Block(8)
 
 
 def test_the_largest_blocks_that_repeat_are_found_whatever_holds_them() -> None:
@@ -37,7 +32,8 @@ def test_the_largest_blocks_that_repeat_are_found_whatever_holds_them() -> None:
     model["blocks"] = nn.ModuleList(Block(8) for _ in range(3))
     assert found(model) == ["Block"] * 3
     assert found(nn.Sequential(*[nn.Sequential(Block(8), Block(8)) for _ in range(2)])) == ["Block"] * 4
-    assert found(nn.Sequential(Pair(), Pair())) == ["Pair"] * 2
+    pairs = [Wired(len, first=Block(8), second=Block(8)) for _ in range(2)]
+    assert found(nn.Sequential(*pairs)) == ["Wired"] * 2
     both = nn.Transformer(16, 2, num_encoder_layers=2, num_decoder_layers=3, dim_feedforward=32, batch_first=True)
     assert found(both) == ["TransformerEncoderLayer"] * 2 + ["TransformerDecoderLayer"] * 3
     # None where they grow wider, or are a small part.
@@ -48,6 +44,7 @@ def test_the_largest_blocks_that_repeat_are_found_whatever_holds_them() -> None:
 @pytest.mark.parametrize("has_copies", [False, True])
 def test_equal_blocks_share_compiled_code_and_a_plan_adds_only_its_variants(has_copies: bool) -> None:
     """Compiled code must depend on the dtypes of a block's layers alone, not on which block it is."""
+    torch._dynamo.reset()  # other tests may have used up the variants of such a block
     recording = Recording([], [])
     blocks = [Block(4) for _ in range(4)]
     model = nn.Sequential(*blocks)
@@ -258,3 +255,104 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.Monke
     (text,) = [each for each in fault_messages(ticks) if "failed" in each]
     assert text.startswith("compiled: torch.compile failed, the model runs as it is: ")
     assert "no code today" in text
+
+
+def gradient_and_saved(
+    targets: torch.Tensor, compilation: Compilation | None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Gradient of the mean loss of BF16 outputs, and the saved tensors of the outputs' size."""
+    torch.manual_seed(0)
+    outputs = torch.randn(*targets.shape, 50, dtype=torch.bfloat16, requires_grad=True)
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == outputs.numel():
+            saved.append(tensor)
+        return tensor
+
+    def loss(out: Any, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out["logits"].flatten(0, 1), y.flatten())
+
+    compute = loss_in_fp32 if compilation is None else compilation.loss
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        value = compute(loss, {"logits": outputs * 2}, targets)
+    value.backward()
+    assert value.dtype is torch.float32
+    assert outputs.grad is not None
+    return outputs.grad, saved
+
+
+def test_a_compiled_loss_is_computed_in_fp32_and_stores_no_fp32_copy_of_the_outputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("triaccel_ray.apply.compile._MIN_OUTPUTS", 1000)
+    compilation, counts = Compilation(nn.Linear(2, 2)), []
+    for batch_size in (8, 12, 20):
+        targets = torch.randint(0, 50, (batch_size, 16))
+        expected, widened = gradient_and_saved(targets, None)
+        found, saved = gradient_and_saved(targets, compilation)
+        torch.testing.assert_close(found, expected, rtol=0.01, atol=1e-6)
+        assert torch.float32 in {tensor.dtype for tensor in widened}
+        assert {tensor.dtype for tensor in saved} == {torch.bfloat16}
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counts[0] == counts[-1]  # of any batch size
+    assert compilation.compiles_loss
+
+
+def test_only_the_losses_of_one_loop_share_its_limit_of_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triaccel_ray.apply.compile._MIN_OUTPUTS", 1)
+    monkeypatch.setattr("triaccel_ray.apply.compile._LOSS_RECOMPILE_LIMIT", 1)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    loops = [Compilation(nn.Linear(2, 2)) for _ in range(3)]
+
+    def compute(compilation: Compilation, smoothing: float) -> torch.Tensor:
+        outputs, targets = torch.randn(4, 3, requires_grad=True), torch.zeros(4, dtype=torch.long)
+        with compilation.in_force():
+            return compilation.loss(functools.partial(F.cross_entropy, label_smoothing=smoothing), outputs, targets)
+
+    for index, compilation in enumerate(loops):
+        compute(compilation, 0.1 * index)
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="too many variants"):
+        compute(loops[0], 0.9)
+
+
+class Annealed(nn.Module):
+    """A loss whose weight depends on the number of steps, which compiled code takes for a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_steps = 0
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.num_steps += 1
+        return F.cross_entropy(outputs, targets) * min(1.0, self.num_steps / 1000)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PyTorch, while it compiles
+@pytest.mark.parametrize(("of_each_step", "limit"), [(False, 16), (True, 3)])
+def test_a_loss_that_cannot_be_compiled_runs_as_it_is_beside_a_compiled_model(
+    of_each_step: bool, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend refuses it, or each step would need code of its own."""
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        if not of_each_step and any(node.target is F.cross_entropy for node in graph.graph.nodes):
+            raise RuntimeError("no code today")
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr("triaccel_ray.apply.compile._MIN_OUTPUTS", 1)
+    monkeypatch.setattr("triaccel_ray.apply.compile._LOSS_RECOMPILE_LIMIT", limit)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    ticks: list[Any] = []
+    loss = Annealed() if of_each_step else F.cross_entropy
+    loop = loop_of(mlp(), fixed(FP32, compile="on"), data=blobs(640), loss=loss, on_tick=ticks.append)
+    assert loop.train_epoch().num_steps == 10
+    (text,) = [fault.detail for fault in faults_of(ticks) if "failed" in fault.detail]
+    assert text.startswith("torch.compile failed, the loss runs as it is: ")
+    assert ("too many variants" if of_each_step else "no code today") in text
+    compilation = loop._training.steps.step.compilation
+    assert compilation is not None
+    assert compilation._loss is None
+    loop.close()
+    torch._dynamo.reset()

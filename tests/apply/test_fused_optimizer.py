@@ -19,10 +19,8 @@ from triaccel_ray.records.plan import FaultKind
 FINE = torch.tensor(0.0)
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, fused=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+    **test_split_weights.OPTIMIZERS,
 }
 EVERY = pytest.mark.parametrize("kind", OPTIMIZERS)
 
@@ -96,13 +94,6 @@ def test_it_steps_as_pytorch_does_at_rates_of_schedule_group_and_layer_and_keeps
         torch.testing.assert_close(dict(pair.optimizer.state[mine]), expected, rtol=1e-5, atol=1e-6)
 
 
-@EVERY
-def test_each_has_a_kernel_but_not_on_a_cpu(kind: str) -> None:
-    optimizer = OPTIMIZERS[kind](groups_of(network()))
-    assert not without_kernel_because(optimizer)
-    assert not is_supported(optimizer)
-
-
 class OwnRule(torch.optim.SGD):
     """Whatever a subclass steps by, the kernels do not know it."""
 
@@ -125,9 +116,11 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("kind", UNKNOWN)
-def test_what_the_kernels_would_step_otherwise_is_left_to_the_optimizer(kind: str) -> None:
-    assert without_kernel_because(UNKNOWN[kind](network().parameters()))
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, *UNKNOWN])
+def test_what_the_kernels_would_step_otherwise_is_left_to_the_optimizer_and_all_on_a_cpu(kind: str) -> None:
+    optimizer = {**OPTIMIZERS, **UNKNOWN}[kind](network().parameters())
+    assert bool(without_kernel_because(optimizer)) == (kind in UNKNOWN)
+    assert not is_supported(optimizer)
 
 
 @pytest.mark.parametrize(

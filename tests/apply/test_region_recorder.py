@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.build import CPU, ONE, RerunPool, blobs, cache_of, gradients, same, step_of
+from tests.apply.test_activations import assert_same
+from tests.build import CPU, ONE, RerunPool, blobs, cache_of, step_of
 from triaccel_ray.apply import offload
 from triaccel_ray.apply.activations import Activations
 from triaccel_ray.apply.region_recorder import RegionRecorder
@@ -44,9 +45,7 @@ def test_sizes_are_exact_in_any_storage(storage: Storage, monkeypatch: pytest.Mo
     step.activations.set(dict.fromkeys("123", storage))
     assert signals(step) == ()
     for index in range(2):
-        step.run(ALL, ONE, step=index)
-        kept.run(ALL, ONE, step=index)
-        assert same(gradients(step.model), gradients(kept.model))
+        assert_same(step, kept, index=index, num_samples=16)
     one = 16 * 24 * 4
     # A block's output is the input of the next one, and counts there; the last block's is its own.
     sizes = [(each.name, each.saved_bytes, each.input_bytes, each.offloadable_bytes) for each in signals(step)]

@@ -208,9 +208,3 @@ def test_what_cannot_be_compiled_so_is_kept(step: Step, monkeypatch: pytest.Monk
     assert step.compilation is not None
     step.activations.set(dict.fromkeys(NAMES, Storage.SELECTIVE_50))
     assert step.activations.storage == {}
-
-
-def test_only_compiled_regions_are_recomputed_in_part(step: Step) -> None:
-    step.activations = Activations(step.activations.regions, CPU)
-    step.activations.set({NAMES[0]: Storage.SELECTIVE_50, NAMES[1]: Storage.RECOMPUTE})
-    assert step.activations.storage == {NAMES[1]: Storage.RECOMPUTE}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.build import BF16, FP16, FP32, QUIET, ConvNet, blobs, cross_entropy, images, mlp, same, values
+from tests.build import BF16, FP16, FP32, QUIET, ConvNet, Wired, blobs, cross_entropy, images, mlp, same, values
 from triaccel_ray.apply.fused_optimizer import FusedOptimizer
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.config import ControlConfig, PrecisionConfig
@@ -141,25 +141,21 @@ def test_what_is_written_into_a_split_weight_is_taken_as_it_is() -> None:
     assert all(bool(value.isfinite().all()) for value in values(model).values())
 
 
-class OutsideAutocast(nn.Module):
-    """Computes with a weight of its layer without autocast, in FP32."""
-
-    def __init__(self, *, casts: bool) -> None:
-        super().__init__()
-        self.entry, self.head, self.casts = nn.Linear(8, 8), nn.Linear(8, 4), casts
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            weight = self.head.weight.float() if self.casts else self.head.weight
-            return self.entry(inputs).float() @ weight.t()
-
-
 def test_code_that_needs_fp32_weights_is_told_the_way_out() -> None:
+    def model(*, casts: bool) -> nn.Module:
+        """Computes with a weight of its layer without autocast, in FP32."""
+
+        def outside_autocast(self: Any, inputs: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return self.entry(inputs).float() @ (self.head.weight.float() if casts else self.head.weight).t()
+
+        return Wired(outside_autocast, entry=nn.Linear(8, 8), head=nn.Linear(8, 4))
+
     with pytest.raises(RuntimeError, match="dtype") as raised:
-        loop_of(OutsideAutocast(casts=False), data=blobs(40)).step()
+        loop_of(model(casts=False), data=blobs(40)).step()
     assert str(raised.value).endswith("give weights='fp32' to code that reads them)")
-    loop_of(OutsideAutocast(casts=True), data=blobs(40)).step()
-    loop_of(OutsideAutocast(casts=False), replace(IN_BF16, weights="fp32"), data=blobs(40)).step()
+    loop_of(model(casts=True), data=blobs(40)).step()
+    loop_of(model(casts=False), replace(IN_BF16, weights="fp32"), data=blobs(40)).step()
 
 
 def test_gradients_of_parts_add_up_in_fp32() -> None:

@@ -5,6 +5,7 @@ import gc
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,10 @@ from transformers.utils import import_utils
 from tests.apply.fusible import Block, fused
 from tests.build import CPU, ONE, NoUpdate, RerunPool, Wired, blobs, cache_of, cross_entropy, mlp, step_of
 from triaccel_ray.apply.activations import Activations
+from triaccel_ray.apply.agreement import NotCapturableError
 from triaccel_ray.apply.capture import MAX_GRAPHS, StepCache
 from triaccel_ray.apply.compile import Compilation
+from triaccel_ray.apply.static_batch import StaticBatch
 from triaccel_ray.cuda.capture_checks import Obstacle
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.records.plan import Fault, FaultKind
@@ -28,13 +31,18 @@ def cache_with(*errors: Exception | None, model: nn.Module | None = None) -> tup
     return cache_of(step_of(model or mlp(), blobs(16)), update, pool), pool, update
 
 
-def test_the_second_step_of_a_kind_is_captured_and_the_later_ones_replayed() -> None:
+@pytest.mark.parametrize(
+    ("is_capturable", "num_steps"),
+    [(True, 1 + 1 + 3), (False, 1 + 3)],  # the first, what is run in place of capturing, one for each replay
+)
+def test_the_second_step_of_a_kind_is_captured_and_the_later_ones_replayed(is_capturable: bool, num_steps: int) -> None:
     cache, pool, update = cache_with()
+    update.is_capturable = is_capturable
     for step in range(4):
         assert cache.run(ALL, ONE, step=step) == ()
     assert cache.num_captured == 1
     assert pool.num_tried == 1
-    assert update.num_steps == 1 + 1 + 3  # the first, what is run in place of capturing, replays
+    assert update.num_steps == num_steps
     cache.run(ALL[:8], ONE, step=4)  # of another kind, hence eager: no graph beside it
     gc.collect()
     assert not pool.holds_graphs
@@ -274,15 +282,6 @@ def test_what_changes_later_ends_the_graphs_that_do_not_know_of_it(change: str) 
     assert pool.num_tried == 2
 
 
-def test_an_update_that_cannot_be_captured_follows_each_replay() -> None:
-    cache, _, update = cache_with()
-    update.is_capturable = False
-    for step in range(4):
-        cache.run(ALL, ONE, step=step)
-    assert cache.num_captured == 1
-    assert update.num_steps == 1 + 3  # the first, and one after each replay
-
-
 def test_what_a_watched_step_found_does_not_reach_the_next() -> None:
     drawing = Wired(lambda self, inputs: inputs * float(torch.rand(()) >= 0.0))
     cache, pool, _ = cache_with(model=nn.Sequential(mlp(), drawing))
@@ -307,3 +306,35 @@ def test_norms_that_the_kernel_refused_are_told_once_and_steps_are_captured_all_
     assert cache.run(ALL, ONE, step=1) == ()
     assert cache.num_captured == 1
     assert cache.run(ALL[:8], ONE, step=2) == ()
+
+
+def part(number: float = 0.0, **others: Any) -> tuple[int, Any, Any]:
+    return 2, {"a": torch.full((2, 3), number), "b": torch.full((2, 3), -number), **others}, torch.zeros(2)
+
+
+def test_values_follow_their_names_whatever_the_order_and_what_is_no_tensor_stays() -> None:
+    static = StaticBatch([part(), part(c="a word", d=None, e=3)])
+    places = static.parts[1][1]
+    swapped = dict(reversed(part(2.0, c="a word", d=None, e=3)[1].items()))
+    static.fill([part(1.0), (2, swapped, torch.ones(2))])
+    assert static.parts[1][1] is places
+    assert (float(static.parts[0][1]["a"][0, 0]), float(places["a"][0, 0]), float(places["b"][0, 0])) == (1, 2, -2)
+    assert float(static.parts[1][2][0]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"more": torch.zeros(2)}),
+        ({"c": "a word"}, {"c": "another"}),
+        ({"c": torch.zeros(2)}, {"c": torch.zeros(3)}),
+        ({"c": torch.zeros(2)}, {"c": torch.zeros(2, dtype=torch.long)}),
+        ({"c": torch.zeros(2)}, {"c": (torch.zeros(2),)}),
+        ({"c": np.zeros(2)}, {"c": np.zeros(2)}),  # a constant of the graph
+        ({"c": None}, {"c": torch.zeros(2)}),
+    ],
+)
+def test_batches_of_another_kind_are_refused(before: dict[str, Any], after: dict[str, Any]) -> None:
+    static = StaticBatch([part(**before)])
+    with pytest.raises(NotCapturableError, match="differ in shapes, dtypes, keys or values that are not tensors"):
+        static.fill([part(**after)])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.apply import test_split_weights
-from tests.apply.test_split_weights import EVERY, FIXED, IN_BF16, network, run, step_by_kernels
+from tests.apply.test_split_weights import EVERY, FIXED, IN_BF16, OPTIMIZERS, network, run, step_by_kernels
 from tests.build import FP16, LimitedGradients, RerunPool, Wired, blobs, cross_entropy, images, mlp, same, values
 from triaccel_ray.apply.step_in_backward import buckets_of
 from triaccel_ray.config import ControlConfig, LossScaleConfig
@@ -69,18 +69,21 @@ def unused() -> nn.Module:
     return Wired(lambda self, x: self.used(x), used=mlp(), unused=nn.Linear(8, 8))  # after a seed
 
 
-class Tied(nn.Module):
+def linears(*names: str, wiring: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    torch.manual_seed(0)
+    return Wired(wiring, **{name: nn.Linear(8, 8) for name in names})
+
+
+def tied() -> nn.Module:
     """Reads one weight three times, and frozen ones whose turn comes after their bucket has stepped."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.entry, self.frozen, self.tied, self.head = (nn.Linear(8, 8) for _ in range(4))
-        self.frozen.requires_grad_(False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
+    def wiring(self: Any, inputs: Tensor) -> Tensor:
         hidden = self.tied(self.frozen(self.entry(inputs)).tanh())
         return self.head(F.linear(self.tied(hidden.tanh()), self.tied.weight.t()))
+
+    model = linears("entry", "frozen", "tied", "head", wiring=wiring)
+    model.frozen.requires_grad_(False)
+    return model
 
 
 def compiled() -> nn.Module:
@@ -91,7 +94,7 @@ def compiled() -> nn.Module:
 
 @EVERY
 @EACH_KIND_OF_WEIGHTS
-@pytest.mark.parametrize(("make", "num_parts"), [(network, 1), (mlp, 4), (unused, 1), (Tied, 1), (compiled, 1)])
+@pytest.mark.parametrize(("make", "num_parts"), [(network, 1), (mlp, 4), (unused, 1), (tied, 1), (compiled, 1)])
 def test_it_is_the_trajectory_of_steps_after_the_backward_pass(
     make: Any, num_parts: int, kind: str, config: ControlConfig
 ) -> None:
@@ -239,14 +242,12 @@ def test_a_nan_stops_its_bucket_and_all_after_it_and_the_step_counts_as_skipped(
 def test_an_overflow_halves_the_loss_scale_and_a_later_step_is_made() -> None:
     scale = LossScaleConfig(initial=2.0**24)
     config = replace(IN_WORDS, precision=replace(IN_BF16.precision, initial=FP16), loss_scale=scale, every_steps=100)
-    models = network(), network()
-    for model, each in zip(models, (config, after(config)), strict=True):
-        loop = loop_of(model, each)
-        before = values(model)
-        run(loop, 20)
-        assert 0 < loop.num_skipped < 20
-        assert float(loop.loss_scale.factor(True)) == 2.0 ** (24 - loop.num_skipped)
-        assert not torch.equal(values(model)["head.weight"], before["head.weight"])
+    model = network()
+    loop, before = loop_of(model, config), values(model)
+    run(loop, 20)
+    assert 0 < loop.num_skipped < 20
+    assert float(loop.loss_scale.factor(True)) == 2.0 ** (24 - loop.num_skipped)
+    assert not torch.equal(values(model)["head.weight"], before["head.weight"])
 
 
 @pytest.mark.parametrize("front", [False, True])
@@ -259,26 +260,21 @@ def test_a_batch_that_does_not_fit_is_tried_again_and_no_bucket_steps_twice(fron
     assert all(float(state["step"]) == 1.0 for state in loop.optimizer.optimizer.state.values())
 
 
-class Reentrant(nn.Module):
-    """Passes twice through one layer, each time checkpointed in a backward pass of its own."""
-
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.entry, self.shared, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.entry(inputs)
-        for _ in range(2):
-            hidden = checkpoint(self.shared, hidden, use_reentrant=self.use_reentrant)
-        return self.head(hidden)
-
-
 def test_a_gradient_that_arrives_in_pieces_is_refused_with_the_way_out() -> None:
+    def model(*, use_reentrant: bool) -> nn.Module:
+        """Passes twice through one layer, each time checkpointed in a backward pass of its own."""
+
+        def wiring(self: Any, inputs: Tensor) -> Tensor:
+            hidden = self.entry(inputs)
+            for _ in range(2):
+                hidden = checkpoint(self.shared, hidden, use_reentrant=use_reentrant)
+            return self.head(hidden)
+
+        return linears("entry", "shared", "head", wiring=wiring)
+
     with pytest.raises(RuntimeError, match=r"arrives in several pieces.*use_reentrant=False, or give step_in_backward"):
-        loop_of(Reentrant(True), IN_FP32, data=blobs(40)).step()
-    assert_same_trajectory(lambda: Reentrant(False), IN_FP32, 3, data=blobs(40))
+        loop_of(model(use_reentrant=True), IN_FP32, data=blobs(40)).step()
+    assert_same_trajectory(lambda: model(use_reentrant=False), IN_FP32, 3, data=blobs(40))
 
 
 def test_a_backward_pass_of_the_users_own_is_left_alone_and_close_ends_it() -> None:
@@ -300,3 +296,53 @@ def test_an_optimizer_that_the_kernels_can_step_no_longer_is_refused() -> None:
     loop.optimizer.optimizer.register_step_post_hook(lambda *_: None)
     with pytest.raises(ValueError, match="the optimizer has step hooks: undo that, or give step_in_backward=False"):
         loop.step()
+
+
+def detached(read: Callable[[Tensor], Tensor] = Tensor.detach) -> nn.Module:
+    """Reads a trained weight a second time, as a constant whose gradient is needed after the weight's step."""
+
+    def wiring(self: Any, inputs: Tensor) -> Tensor:
+        hidden = F.linear(self.entry(inputs), read(self.trained.weight))
+        return self.head(self.trained(hidden.tanh()))
+
+    return linears("entry", "trained", "head", wiring=wiring)
+
+
+@EACH_KIND_OF_WEIGHTS
+def test_a_weight_that_is_read_after_its_step_is_refused_with_the_way_out(config: ControlConfig) -> None:
+    message = r"\[8, 8\]\] is at version .* read `.detach\(\).clone\(\)`, or give step_in_backward=False"
+    with pytest.raises(RuntimeError, match=message) as raised:
+        loop_of(detached(), config, data=blobs(40)).step()
+    assert "Hint" not in str(raised.value)
+    assert_same_trajectory(lambda: detached(lambda weight: weight.detach().clone()), config, 3, data=blobs(40))
+
+
+def test_a_weight_that_the_optimizer_does_not_update_may_be_read_at_any_time() -> None:
+    models = detached(), detached()
+    for model, config in zip(models, (IN_FP32, after(IN_FP32)), strict=True):
+        optimizer = OPTIMIZERS["momentum"]([*model.entry.parameters(), *model.head.parameters()])
+        run(ControlLoop(model, optimizer, cross_entropy, blobs(40), config=config), 3)
+    torch.testing.assert_close(values(models[0]), values(models[1]))
+
+
+def test_an_error_of_the_models_own_is_passed_on_as_it_is() -> None:
+    class Overwriting(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            outputs = super().forward(inputs).exp()
+            outputs.detach().zero_()
+            return outputs
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+        loop_of(Overwriting(8, 4), IN_FP32, data=blobs(40)).step()
+    assert "step_in_backward" not in str(raised.value)
+
+
+def test_a_write_between_steps_is_still_told_from_a_step() -> None:
+    model = mlp()
+    loop = loop_of(model, IN_WORDS, data=blobs(40))
+    run(loop, 2)
+    before = values(model)["2.weight"]
+    with torch.no_grad():
+        model[2].weight.mul_(2.0)
+    assert not torch.equal(before, before.bfloat16().float())  # the low words were in use
+    assert torch.equal(values(model)["2.weight"], 2.0 * before.bfloat16().float())

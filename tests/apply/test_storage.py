@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.apply.test_activations import ALL, Network, images, recomputing, storing
+from tests.apply.test_activations import ALL, Network, assert_same, images, recomputing, storing
 from tests.apply.test_split_weights import FIXED, run
-from tests.build import BF16, CPU, FP16, FP32, ONE, RerunPool, cache_of, gradients, loop_of, same, step_of, values
+from tests.build import BF16, CPU, FP16, FP32, ONE, RerunPool, cache_of, loop_of, step_of
 from triaccel_ray.apply import offload
 from triaccel_ray.apply.activations import Activations
 from triaccel_ray.apply.actuators import Actuators
@@ -17,26 +17,16 @@ from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import FaultKind, Plan, Storage
-
-
-class Attention(nn.Module):
-    """A transformer's block; its projection is split, so that saved tensors are views."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.norm, self.project, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.project(self.norm(x)).chunk(3, -1))
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
-        return x + self.out(mixed.transpose(1, 2).flatten(2))
+from triaccel_ray.trainables.text import GPT
 
 
 class Transformer(Network):
+    """Projections are split, so that saved tensors are views."""
+
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 4)
-        self.blocks = nn.Sequential(*[Attention() for _ in range(3)])
+        self.blocks = nn.Sequential(*GPT(layers=3, width=8, heads=2, context=36).blocks)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks(self.stem(x).flatten(2).mT).mean(1))
@@ -56,15 +46,11 @@ def test_storage_changes_between_steps_and_gradients_do_not(
     for index, plan in enumerate(plans):
         changing.activations.set(plan)
         assert changing.activations.storage == {name: each for name, each in plan.items() if each is not Storage.KEEP}
-        found = []
         for step in (kept, changing):
             names = [layer.name for layer in find_layers(step.model)]
             step.precision.set({name: levels[index % len(levels)] for index, name in enumerate(names)})
             step.set_num_micro_batches(num_parts)
-            torch.manual_seed(index)
-            outcome = step.run(torch.arange(12), ONE, step=index)
-            found.append((outcome.loss_sum, gradients(step.model), values(step.model), torch.get_rng_state()))
-        assert same(found[0], found[1])
+        assert_same(kept, changing, index=index)
 
 
 def test_storage_of_unknown_regions_is_refused_and_a_fixed_one_stays() -> None:
@@ -96,31 +82,25 @@ class Hungry(Network):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("suffices", [True, False])
-def test_a_step_without_memory_recomputes_all_before_it_is_split(suffices: bool) -> None:
-    model = Hungry(6)
+@pytest.mark.parametrize(
+    ("limit", "suffices", "sizes"), [(6, True, [12, 12]), (6, False, [12, 12, 6, 6]), (0, True, [1, 1])]
+)
+def test_a_step_without_memory_recomputes_all_before_it_is_split(limit: int, suffices: bool, sizes: list[int]) -> None:
+    model, samples = Hungry(limit), torch.arange(sizes[0])
     step = storing(model)
     step.activations.set({"blocks.0": Storage.OFFLOAD})
     model.frugal = lambda: suffices and step.activations.stores_least
-    (fault,) = step.run(torch.arange(12), ONE, step=3).faults
+    (fault,) = step.run(samples, ONE, step=3).faults
     assert (fault.kind, fault.stores_least) == (FaultKind.OUT_OF_MEMORY, True)
-    assert (fault.batch_size, fault.micro_batch_size) == (12, 12 if suffices else 6)
-    assert model.sizes == ([12, 12] if suffices else [12, 12, 6, 6])
+    assert (fault.batch_size, fault.micro_batch_size) == (sizes[0], sizes[-1])
+    assert model.sizes == sizes
     assert step.activations.storage == dict.fromkeys(ALL, Storage.RECOMPUTE)
-    assert step.run(torch.arange(12), ONE, step=4).faults == ()
+    assert step.run(samples, ONE, step=4).faults == ()
     step.activations.set({})
     assert step.activations.storage == {}
-
-
-def test_a_single_sample_that_fits_recomputed_does_not_end_the_run() -> None:
-    model = Hungry(0)
-    step = storing(model)
-    model.frugal = lambda: bool(step.activations.storage)
-    (fault,) = step.run(torch.arange(1), ONE, step=0).faults
-    assert (fault.micro_batch_size, fault.stores_least) == (1, True)
-    model.frugal = lambda: False
+    model.limit, model.frugal = 0, lambda: False
     with pytest.raises(torch.OutOfMemoryError):
-        step.run(torch.arange(1), ONE, step=1)
+        step.run(samples, ONE, step=5)
 
 
 def test_a_waived_budget_restores_the_storage() -> None:

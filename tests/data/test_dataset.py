@@ -78,9 +78,9 @@ def no_process_is_left() -> Iterator[None]:
     assert multiprocessing.active_children() == []
 
 
-def feed_of(dataset: Dataset[Any], place: Place, seed: int = 0) -> Sampler:
+def feed_of(dataset: Dataset[Any], place: Place, seed: int = 0, **options: Any) -> Sampler:
     device, num_workers = place
-    sampler = Sampler(DatasetSource(dataset, device, num_workers=num_workers), seed=seed, device=device)
+    sampler = Sampler(DatasetSource(dataset, device, num_workers=num_workers, **options), seed=seed, device=device)
     OPEN.add(sampler)
     return sampler
 
@@ -244,20 +244,18 @@ class Texts(Squares):
 
 @pytest.mark.parametrize("place", DEVICES)
 def test_a_collate_fn_is_given_the_samples_of_one_batch_each_time(place: Place) -> None:
-    dataset, (device, num_workers) = Texts(CHUNK_SIZE * 3 + 1), place
-    source = DatasetSource(dataset, device, num_workers=num_workers, collate_fn=padded)
-    sampler = Sampler(source, seed=0, device=device)
-    OPEN.add(sampler)
+    dataset = Texts(CHUNK_SIZE * 3 + 1)
+    sampler = feed_of(dataset, place, collate_fn=padded)
     wanted = [CHUNK_SIZE] * 12 + [50, 50, 20, 30] * 6  # of one size for several epochs, then of others
     for size in wanted:
         inputs, targets, indices = batch_of(sampler, size)
         assert inputs is targets
-        assert inputs["ids"].device.type == device.type
+        assert inputs["ids"].device.type == place[0].type
         items = [torch.full((1 + index % 7,), index) for index in indices.tolist()]
         assert plain(inputs) == plain(padded(items))
-    parts = [source.batch(part, None)[0]["lengths"] for part in sampler.take(20).tensor_split(3)]
+    parts = [sampler.source.batch(part, None)[0]["lengths"] for part in sampler.take(20).tensor_split(3)]
     assert [len(part) for part in parts] == [7, 7, 6]
-    assert bool(dataset.read_here) == (num_workers == 0)
+    assert bool(dataset.read_here) == (place[1] == 0)
 
 
 @pytest.mark.parametrize("place", DEVICES)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.build import CPU
 from triaccel_ray.data.sampler import Sampler
-from triaccel_ray.data.sources import DatasetSource, TensorSource
+from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.distributed.ranks import Ranks
 
 
@@ -161,17 +161,3 @@ def test_ranks_share_each_batch_evenly_and_know_their_samples_ahead(
     for source, mine in zip(sources, taken, strict=True):
         announced = [index for order, _, _ in source.heard for index in order]
         assert announced[: len(mine)] == mine
-
-
-def test_worker_processes_read_a_ranks_share_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = torch.utils.data.TensorDataset(torch.arange(50), torch.arange(50))
-    source = DatasetSource(data, num_workers=1)
-    monkeypatch.setattr(source, "_read_in_process", None)  # what was not announced would be read there
-    sampler = Sampler(source, seed=0, device=CPU, ranks=OneOf(1, 3))
-    seen = []
-    while sampler.epoch < 2:
-        indices = sampler.take(7 if len(seen) % 2 else 10)
-        inputs, _ = source.batch(indices, None)
-        assert inputs.tolist() == indices.tolist()
-        seen.append(indices)
-    sampler.close()

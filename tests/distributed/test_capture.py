@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.apply.compiled import Block
 from tests.build import BF16, FP32, Rerun, RerunPool, blobs, cross_entropy, loop_of, mlp, run
-from tests.distributed.training import Unsteady, assert_close, fixed, listed, trained
+from tests.distributed.training import Unsteady, assert_close, fixed, outcome, trained
 from tests.distributed.worker_pool import WorkerPool
 from triaccel_ray.apply import reduce
 from triaccel_ray.apply.agreement import Agreement
@@ -53,31 +52,26 @@ class Recorder(RerunPool):
         return Rerun(again)
 
 
-@contextmanager
 def capturing(
     model: nn.Module, num_samples: int, config: ControlConfig, *errors: Exception | None
-) -> Iterator[tuple[ControlLoop, list[Tick], Recorder]]:
-    """Yields a loop that captures its steps in the pool beside it, after these errors; closes the loop."""
+) -> tuple[ControlLoop, list[Tick], Recorder]:
+    """A loop that captures its steps in the pool beside it, after these errors."""
     pool = Recorder(*errors)
     with patch.object(training, "GraphPool", lambda device: pool):
         pool.loop, ticks = loop_of(model, blobs(num_samples), config)
-        with closing(pool.loop):
-            yield pool.loop, ticks, pool
+    return pool.loop, ticks, pool
 
 
 def captured(rank: int, fails_on: int | None) -> dict[str, Any]:
     """A run whose steps are captured, for a stand-in of a graph; the capture fails on one rank, if any."""
     error = RuntimeError("no graph here") if rank == fails_on else None
-    model = mlp(seed=rank)
-    with capturing(model, 62, fixed(10), error) as (loop, ticks, pool):
-        run(loop, 21)
-        if fails_on is None and rank == 1:
-            pool.release()  # as an evaluation that ran out of memory does, on one rank
-        loop.evaluate(blobs(31))
-        run(loop, 9)
-    faults = [fault.detail for tick in ticks for fault in tick.observation.faults]
-    return {"weights": listed(model), "enabled": loop._training.steps.enabled, "tried": pool.num_tried,
-            "faults": faults}  # fmt: skip
+    loop, ticks, pool = capturing(mlp(seed=rank), 62, fixed(10), error)
+    run(loop, 21)
+    if fails_on is None and rank == 1:
+        pool.release()  # as an evaluation that ran out of memory does, on one rank
+    loop.evaluate(blobs(31))
+    run(loop, 9)
+    return {**outcome(loop, ticks), "tried": pool.num_tried}
 
 
 @pytest.mark.parametrize("fails_on", [None, 1])
@@ -95,41 +89,41 @@ def test_all_ranks_replay_a_step_or_none_does(workers: WorkerPool, fails_on: int
 def measured_on_one_rank(rank: int) -> dict[str, Any]:
     """A run whose first capture lacks memory; then rank 0 alone captures something else, as curvature may."""
     error = torch.OutOfMemoryError("CUDA out of memory (simulated)")
-    with capturing(mlp(seed=rank), 240, replace(fixed(12), every_steps=100), error) as (loop, _, pool):
-        run(loop, 4)
-        captured = [loop._training.steps.num_captured]
-        other = pool.capture(lambda: None) if rank == 0 else None
-        run(loop, 4)
-        captured.append(loop._training.steps.num_captured)
-        del other
-    return {"weights": listed(loop.model), "captured": captured}
+    loop, _, pool = capturing(mlp(seed=rank), 240, replace(fixed(12), every_steps=100), error)
+    run(loop, 4)
+    before = loop._training.steps.num_captured
+    other = pool.capture(lambda: None) if rank == 0 else None
+    run(loop, 4)
+    found = {**outcome(loop), "before": before}
+    del other
+    return found
 
 
 def test_a_graph_of_one_rank_alone_does_not_part_the_ranks(workers: WorkerPool) -> None:
     (alone,) = workers.run(1, trained, 240, fixed(12), 8)
     for each in workers.run(2, measured_on_one_rank):
-        assert each["captured"] == [0, 1]
+        assert (each["before"], each["captured"]) == (0, 1)
         assert_close(each["weights"], alone["weights"])
 
 
 def overlapped(rank: int) -> dict[str, Any]:
     """How many messages leave during a captured backward pass, and before its end."""
     sent: list[str] = []
-    with capturing(mlp(seed=rank), 240, fixed(12)) as (loop, _, _):
-        reduction = loop._training.steps.step._reduction
-        assert reduction is not None
-        reduction.buckets = [[index] for index in reversed(range(len(reduction.parameters)))]
-        start = reduction.peers.ranks.start_all_reduce
+    loop, _, _ = capturing(mlp(seed=rank), 240, fixed(12))
+    reduction = loop._training.steps.step._reduction
+    assert reduction is not None
+    reduction.buckets = [[index] for index in reversed(range(len(reduction.parameters)))]
+    start = reduction.peers.ranks.start_all_reduce
 
-        def start_all_reduce(tensors: Sequence[Tensor]) -> Callable[[], None]:
-            sent.append("during" if reduction._pass is not None else "after")
-            return start(tensors)
+    def start_all_reduce(tensors: Sequence[Tensor]) -> Callable[[], None]:
+        sent.append("during" if reduction._pass is not None else "after")
+        return start(tensors)
 
-        reduction.peers.ranks.start_all_reduce = start_all_reduce  # type: ignore[method-assign]
-        for _ in range(3):
-            sent.clear()
-            loop.step()
-    return {"sent": sent, "weights": listed(loop.model)}
+    reduction.peers.ranks.start_all_reduce = start_all_reduce  # type: ignore[method-assign]
+    for _ in range(3):
+        sent.clear()
+        loop.step()
+    return {**outcome(loop), "sent": sent.copy()}
 
 
 def test_a_captured_step_sends_gradients_during_the_backward_pass(workers: WorkerPool) -> None:
@@ -236,19 +230,14 @@ def without_room_for_messages(rank: int, num_failures: int) -> dict[str, Any]:
             raise torch.OutOfMemoryError("no room for messages")
         return packed
 
-    model = mlp()
-    loop, ticks = loop_of(model, blobs(24), fixed(12))
+    loop, ticks = loop_of(mlp(), blobs(24), fixed(12))
     with patch.object(reduce, "pack", scarce):
         try:
             loop.step()
         except torch.OutOfMemoryError as error:
-            loop.close()
             return {"error": str(error)}
     loop.tick()
-    faults = [fault.detail for tick in ticks for fault in tick.observation.faults]
-    found = {"weights": listed(model), "parts": loop._training.steps.step.num_micro_batches, "faults": faults}
-    loop.close()
-    return found
+    return outcome(loop, ticks)
 
 
 def test_all_ranks_retreat_if_one_lacks_memory_for_its_messages(workers: WorkerPool) -> None:
@@ -294,16 +283,16 @@ def opened(rank: int) -> dict[str, Any]:
     """A run in which rank 1 reaches another weight when its step is captured than in the step before."""
     model = Unsteady(rank)
     model.is_open = False
-    with capturing(model, 96, fixed(12)) as (loop, ticks, _):
-        loop.step()
-        model.is_open = rank == 1
-        run(loop, 7)
-    faults = [fault.detail for tick in ticks for fault in tick.observation.faults]
-    return {"weights": listed(model), "enabled": loop._training.steps.enabled, "faults": faults}
+    loop, ticks, _ = capturing(model, 96, fixed(12))
+    loop.step()
+    model.is_open = rank == 1
+    run(loop, 7)
+    return outcome(loop, ticks)
 
 
 def test_gradients_that_arrive_otherwise_in_a_captured_step_end_capture_on_all_ranks(workers: WorkerPool) -> None:
     first, second = workers.run(2, opened)
     assert first == second
     assert not first["enabled"]
-    assert "gradients have arrived otherwise than in the step before, on some rank" in first["faults"]
+    text = "gradients have arrived otherwise than in the step before, on some rank"
+    assert f"capture_failed: {text}" in first["faults"]

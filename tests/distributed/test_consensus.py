@@ -58,9 +58,5 @@ def test_a_fault_of_several_ranks_counts_once_and_that_of_another_names_its_rank
     plan = plan_of(16)
     seen = merged([observation_of(plan, faults=(shared,)), observation_of(plan, faults=(shared, own))])
     assert [(fault.micro_batch_size, fault.detail) for fault in seen.faults] == [(8, ""), (4, "rank 1: ")]
-
-
-def test_two_faults_of_one_rank_that_differ_in_their_text_are_both_kept() -> None:
-    plan, fp16, fp8 = plan_of(16), apply_failed(), replace(apply_failed(), detail="nor for that one")
-    seen = merged([observation_of(plan, faults=(fp16, fp8)), observation_of(plan, faults=(fp16, fp8))])
-    assert seen.faults == (fp16, fp8)
+    both = apply_failed(), replace(apply_failed(), detail="nor for that one")
+    assert merged([observation_of(plan, faults=both)] * 2).faults == both

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -16,18 +15,18 @@ from torch import Tensor, nn
 import triaccel_ray.distributed.ranks
 import triaccel_ray.loop
 from tests.build import CONFIG, CountingSource, Limited, blobs, cross_entropy, loop_of, mlp, run, sgd
-from tests.distributed.training import assert_close, fixed, listed, trained
+from tests.distributed.training import assert_close, fixed, listed, outcome, trained
 from tests.distributed.worker_pool import WorkerPool
 from triaccel_ray.apply import offload
 from triaccel_ray.apply.agreement import Agreement, NotCapturableError
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import ExecutionConfig
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError
+from triaccel_ray.data.sources import DataSource
 from triaccel_ray.decide import decide, replay
 from triaccel_ray.distributed.ranks import Ranks, RanksDifferError
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.records.codec import encode
-from triaccel_ray.records.plan import FaultKind
 
 
 class Pressed(CountingSource):
@@ -44,29 +43,22 @@ class Pressed(CountingSource):
 def pressed(rank: int, num_steps: int) -> dict[str, Any]:
     """Ticks and parts of a run in which rank 1 has less memory at times."""
     source = Pressed(*blobs(96))
-    model = mlp(seed=rank)
-    loop, ticks = loop_of(model, source, replace(CONFIG, revert_slowdowns=True))
+    loop, ticks = loop_of(mlp(seed=rank), source, replace(CONFIG, revert_slowdowns=True))
     parts = []
     for step in range(num_steps):
         if rank == 1:
             source.limit = 2 if 40 <= step < 60 or step == 120 else 10**9
         loop.step()
         parts.append(loop._training.steps.step.num_micro_batches)
-    faults = [fault for tick in ticks for fault in tick.observation.faults]
     logged = [(tick.observation, tick.decision) for tick in ticks]
-    found = {
-        "decisions": [encode(tick.decision) for tick in ticks],
+    return {
+        **outcome(loop, ticks),
         "observations": [encode(tick.observation) for tick in ticks],
         "replays": replay(loop.config, logged).diverged_at is None,
         "parts": parts,
         "batches": [tick.applied.plan.batch_size for tick in ticks],
-        "faults": sorted({fault.kind.value for fault in faults}),
-        "details": [fault.detail for fault in faults if fault.kind is FaultKind.OUT_OF_MEMORY],
         "eigenvalues": any(layer.eigenvalues for tick in ticks for layer in tick.observation.layers),
-        "weights": listed(model),
     }
-    loop.close()
-    return found
 
 
 def test_ranks_decide_the_same_while_one_of_them_runs_short_of_memory(workers: WorkerPool) -> None:
@@ -76,22 +68,17 @@ def test_ranks_decide_the_same_while_one_of_them_runs_short_of_memory(workers: W
         assert first[name] == second[name], name
     assert first["replays"]
     assert first["eigenvalues"]
-    assert "out_of_memory" in first["faults"]
-    assert "rank 1 raised OutOfMemoryError: no room on this rank" in first["details"][0]
+    short = [fault for fault in first["faults"] if fault.startswith("out_of_memory: ")]
+    assert "rank 1 raised OutOfMemoryError: no room on this rank" in short[0]
     assert min(first["batches"]) < max(first["batches"])
 
 
 def retreated(rank: int) -> dict[str, Any]:
     """A step of 12 samples of which rank 1 can pass two at once, and the weights after it."""
     model = nn.Sequential(mlp(), Limited(2 if rank == 1 else 10**9))
-    source = CountingSource(*blobs(24))
-    loop, _ = loop_of(model, source, fixed(12))
+    loop, _ = loop_of(model, blobs(24), fixed(12))
     loop.step()
-    found = {"weights": listed(model), "parts": loop._training.steps.step.num_micro_batches}
-    found["loss"] = loop.epoch_loss.tolist()
-    passed = model[1].sizes[-found["parts"] :]
-    loop.close()
-    return found | {"passed": sum(passed), "largest": max(passed)}
+    return {**outcome(loop), "passed": model[1].sizes[-2:]}
 
 
 def test_all_ranks_retreat_in_the_step_in_which_one_runs_out_of_memory(workers: WorkerPool) -> None:
@@ -99,8 +86,8 @@ def test_all_ranks_retreat_in_the_step_in_which_one_runs_out_of_memory(workers: 
     found = workers.run(3, retreated)
     for each in found:
         assert each["parts"] == 2  # of 4 samples each
-        assert (each["passed"], each["largest"]) == (4, 2)
-        assert each["loss"] == [pytest.approx(alone["loss"], rel=1e-5), 12]
+        assert each["passed"] == [2, 2]
+        assert each["loss"] == pytest.approx(alone["loss"], rel=1e-5)
         assert_close(each["weights"], alone["weights"])
 
 
@@ -119,11 +106,10 @@ def unpinned(rank: int) -> dict[str, Any]:
             raise RuntimeError("no memory to pin")
         return take(arena, num_bytes, grows=grows)
 
-    with patch.object(offload.Arena, "take", scarce), closing(loop):
+    with patch.object(offload.Arena, "take", scarce):
         run(loop, 3)
         loop.tick()
-    faults = [fault.detail for tick in ticks for fault in tick.observation.faults]
-    return {"storage": {name: each.value for name, each in step.activations.storage.items()}, "faults": faults}
+    return {**outcome(loop, ticks), "storage": dict(step.activations.storage)}
 
 
 def test_what_one_host_cannot_pin_memory_for_is_kept_on_all_ranks(workers: WorkerPool) -> None:
@@ -133,37 +119,51 @@ def test_what_one_host_cannot_pin_memory_for_is_kept_on_all_ranks(workers: Worke
     assert ["no memory to pin" in fault for fault in first["faults"]] == [True]
 
 
-def too_large(rank: int) -> str:
-    loop, _ = loop_of(nn.Sequential(mlp(), Limited(0 if rank == 1 else 10**9)), blobs(24), fixed(12))
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        loop.step()
-    loop.close()
-    return str(raised.value)
-
-
-def test_a_sample_that_does_not_fit_on_one_rank_ends_the_run_on_all(workers: WorkerPool) -> None:
-    texts = workers.run(3, too_large)
-    assert texts[1].startswith("memory ran out, and smaller micro-batches could not help. The memory")
-    assert texts[0] == texts[2] == "rank 1 raised OutOfMemoryError: no room for more samples"
-
-
-def broken(rank: int) -> str:
+def broken(rank: int) -> DataSource:
     class Broken(CountingSource):
         def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
             if rank == 1 and generator is not None and self.drawn:
                 raise OSError("a file is missing")
             return super().batch(indices, generator)
 
-    loop, _ = loop_of(mlp(), Broken(*blobs(24)), fixed(12))
-    with pytest.raises((OSError, RuntimeError)) as raised:
-        loop.train_epoch()
+    return Broken(*blobs(24))
+
+
+def scheduled(rank: int) -> ControlLoop:
+    model = mlp()
+    optimizer = sgd(model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1 + rank)
+    return ControlLoop(model, optimizer, cross_entropy, blobs(96), config=fixed(12), schedule=schedule)
+
+
+DIFFER = "RanksDifferError: the learning rate of tick 0 differs between ranks (rank 0: ..."
+ENDING: dict[str, tuple[Callable[[int], ControlLoop], str, str]] = {
+    "a sample that does not fit": (
+        lambda rank: loop_of(nn.Sequential(mlp(), Limited(0 if rank == 1 else 10**9)), blobs(24), fixed(12))[0],
+        "OutOfMemoryError: memory ran out, and smaller micro-batches could not help. The memory",
+        "PeerOutOfMemoryError: rank 1 raised OutOfMemoryError: no room for more samples",
+    ),
+    "an error": (
+        lambda rank: loop_of(mlp(), broken(rank), fixed(12))[0],
+        "OSError: a file is missing", "PeerError: rank 1 raised OSError: a file is missing",
+    ),
+    "another schedule": (scheduled, DIFFER, DIFFER),
+}  # fmt: skip
+
+
+def error_of(rank: int, kind: str) -> str:
+    with pytest.raises(Exception, match=r".") as raised:
+        ENDING[kind][0](rank).train_epoch()
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
-def test_an_error_on_one_rank_ends_all_at_once_and_is_named(workers: WorkerPool) -> None:
-    first, second = workers.run(2, broken)
-    assert second == "OSError: a file is missing"
-    assert first == "PeerError: rank 1 raised OSError: a file is missing"
+@pytest.mark.parametrize("kind", ENDING)
+def test_an_error_on_one_rank_ends_all_at_once_and_is_named(workers: WorkerPool, kind: str) -> None:
+    first, second, third = workers.run(3, error_of, kind)
+    _, own, others = ENDING[kind]
+    assert second.startswith(own)
+    assert first.startswith(others)
+    assert first == third
 
 
 def diverged(rank: int) -> dict[str, Any]:
@@ -174,21 +174,18 @@ def diverged(rank: int) -> dict[str, Any]:
         value = cross_entropy(outputs, targets)
         return value * math.nan if rank == 1 and step == 2 else value
 
-    model = mlp()
-    loop, _ = loop_of(model, blobs(96), fixed(8), loss=loss)
+    loop, _ = loop_of(mlp(), blobs(96), fixed(8), loss=loss)
     history = []
     for step in range(5):  # noqa: B007  # `loss` reads it
         loop.step()
-        history.append(listed(model))
-    skipped, count = loop.num_skipped, loop.epoch_loss[1].item()
-    loop.close()
-    return {"skipped": skipped, "history": history, "count": count}
+        history.append(listed(loop.model))
+    return {**outcome(loop), "history": history}
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(workers: WorkerPool) -> None:
     first, second = workers.run(2, diverged)
     assert first == second
-    assert (first["skipped"], first["count"]) == (1, 32)
+    assert (first["skipped"], first["loss"][1]) == (1, 32)
     assert first["history"][1] == first["history"][2] != first["history"][3]
 
 
@@ -303,8 +300,7 @@ def unlike(rank: int) -> str:
         loop, _ = loop_of(mlp(), blobs(96), replace(CONFIG, revert_slowdowns=False))
         with pytest.raises(RanksDifferError) as raised:
             loop.train_epoch()
-        assert loop.num_steps == 4
-        loop.close()
+    assert loop.num_steps == 4
     return str(raised.value)
 
 

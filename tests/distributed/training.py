@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tests.apply.captured import fault_messages
 from tests.build import QUIET, blobs, loop_of, mlp, run
 from triaccel_ray.config import BatchConfig, ControlConfig
+from triaccel_ray.loop import ControlLoop
+from triaccel_ray.records.codec import encode
+from triaccel_ray.records.events import Tick
 from triaccel_ray.trainables.images import ImageSource, Preparation
 
 
@@ -28,22 +33,33 @@ def listed(model: nn.Module) -> list[list[float]]:
     return [p.detach().flatten().tolist() for p in model.parameters()]
 
 
+def outcome(loop: ControlLoop, ticks: Sequence[Tick] = ()) -> dict[str, Any]:
+    """Closes the loop, and returns what ranks compare of it."""
+    steps = loop._training.steps
+    found = {
+        "loss": loop.epoch_loss.tolist(),
+        "skipped": loop.num_skipped,
+        "parts": steps.step.num_micro_batches,
+        "enabled": steps.enabled,
+        "captured": steps.num_captured,
+        "decisions": [encode(tick.decision) for tick in ticks],
+        "faults": fault_messages(list(ticks)),
+    }
+    loop.close()
+    return found | {"weights": listed(loop.model)}
+
+
 def trained(
     rank: int, num_samples: int, config: ControlConfig, num_steps: int, state: Any = None, clip: bool = False
 ) -> dict[str, Any]:
-    """Returns weights, loss, state and evaluation after some steps; each rank begins with weights of its own."""
-    model = mlp(seed=rank)
-    data = blobs(num_samples)
-    loop, _ = loop_of(model, data, replace(config, clip_norm=0.5 if clip else None))
+    """Returns outcome, state and evaluation after some steps; each rank begins with weights of its own."""
+    loop, _ = loop_of(mlp(seed=rank), blobs(num_samples), replace(config, clip_norm=0.5 if clip else None))
     if state is not None:
         loop.load_state_dict(copy.deepcopy(state))  # it arrives in memory that the ranks share
     run(loop, num_steps)
-    loss_sum, count = loop.epoch_loss.tolist()
-    saved = loop.state_dict()
-    evaluation = loop.evaluate(blobs(31, seed=1))
-    loop.close()
+    saved, evaluation = loop.state_dict(), loop.evaluate(blobs(31, seed=1))
     figures = [evaluation.loss, evaluation.metrics["accuracy"], evaluation.num_samples]
-    return {"weights": listed(model), "loss": loss_sum, "count": count, "state": saved, "evaluation": figures}
+    return {**outcome(loop), "state": saved, "evaluation": figures}
 
 
 def assert_close(first: list[list[float]], second: list[list[float]], *, within: float = 1e-5) -> None:
@@ -63,8 +79,7 @@ def trained_on_images(rank: int, config: ControlConfig, num_steps: int) -> list[
     preparation = Preparation(mean=[0.5] * 3, std=[0.25] * 3)
     loop, _ = loop_of(model, ImageSource(images, targets, preparation), config)
     run(loop, num_steps)
-    loop.close()
-    return listed(model)
+    return outcome(loop)["weights"]
 
 
 class Unsteady(nn.Module):

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.host_sync import no_host_sync
-from triaccel_ray.kernels.multi_tensor import DTYPE_CODES, Chunks, TensorTable, have_equal_dense_strides, is_dense
+from triaccel_ray.kernels.multi_tensor import DTYPE_CODES, Chunks, TensorTable, have_equal_dense_strides
 
 CPU = torch.device("cpu")
 
@@ -60,30 +60,28 @@ def test_tensors_that_a_kernel_could_not_read_are_refused(tensors: list[Tensor |
         table.point_to(tensors)
 
 
-@pytest.mark.parametrize(("tensor", "dense"), [
-    (torch.zeros(()), True),
-    (torch.zeros(0, 3), True),
-    (torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last), True),
-    (torch.zeros(3, 4).t(), True),
-    (torch.zeros(4, 1, 3).transpose(0, 2), True),
-    (torch.zeros(3, 4)[:, :2], False),
-    (torch.zeros(3, 1).expand(3, 4), False),
-    (torch.zeros(6)[::2], False),
+PLAIN, LAST = torch.zeros(2, 3, 4, 5), torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+POINT = torch.zeros(4, 3, 1, 1)  # 1 x 1 convolutions: both layouts are the same memory
+
+
+@pytest.mark.parametrize(("tensors", "expected"), [
+    ([torch.zeros(())], True),
+    ([torch.zeros(0, 3)], True),
+    ([torch.zeros(3, 4).t()], True),
+    ([torch.zeros(4, 1, 3).transpose(0, 2)], True),
+    ([torch.zeros(3, 4)[:, :2]], False),
+    ([torch.zeros(3, 1).expand(3, 4)], False),
+    ([PLAIN, PLAIN.half(), PLAIN.clone()], True),
+    ([LAST, LAST.bfloat16()], True),
+    ([PLAIN, LAST], False),
+    ([PLAIN, PLAIN.view(2, 3, 20)], False),
+    ([torch.zeros(6)[::2], torch.zeros(6)[::2]], False),
+    ([POINT, POINT.contiguous(memory_format=torch.channels_last)], True),
 ])  # fmt: skip
-def test_dense_means_one_stretch_of_memory(tensor: Tensor, dense: bool) -> None:
-    assert is_dense(tensor) is dense
-
-
-def test_equal_dense_strides() -> None:
-    plain, last = torch.zeros(2, 3, 4, 5), torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    assert have_equal_dense_strides(plain)
-    assert have_equal_dense_strides(plain, plain.half(), plain.clone())
-    assert have_equal_dense_strides(last, last.bfloat16())
-    assert not have_equal_dense_strides(plain, last)
-    assert not have_equal_dense_strides(plain, plain.view(2, 3, 20))
-    assert not have_equal_dense_strides(torch.zeros(6)[::2], torch.zeros(6)[::2])
-    point = torch.zeros(4, 3, 1, 1)  # 1 x 1 convolutions: both layouts are the same memory
-    assert have_equal_dense_strides(point, point.contiguous(memory_format=torch.channels_last))
+def test_tensors_are_each_one_stretch_of_memory_and_of_equal_strides_or_not(
+    tensors: list[Tensor], expected: bool
+) -> None:
+    assert have_equal_dense_strides(*tensors) is expected
 
 
 @pytest.mark.gpu

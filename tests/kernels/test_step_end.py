@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -36,30 +37,27 @@ def outcomes_of(state: LossScaleState, outcomes: str, *, rows: int, kernel: bool
     return scales, totals
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "scales"),
-    [("......", [8, 8, 16, 16, 16, 32]), ("..x...", [8, 8, 4, 4, 4, 8]), ("xx...x", [4, 2, 2, 2, 4, 2])],
-)
-@pytest.mark.parametrize("rows", [1, 5])
-def test_the_scale_doubles_after_finite_steps_and_halves_at_an_overflow(
-    outcomes: str, scales: list[float], rows: int
-) -> None:
-    mine, reference = state_of(), state_of()
-    got = outcomes_of(mine, outcomes, rows=rows, kernel=True)
-    expected = outcomes_of(reference, outcomes, rows=rows, kernel=False)
-    assert got[0] == expected[0] == scales
-    assert torch.equal(got[1], expected[1])
-    assert reference.num_skipped.item() == outcomes.count("x")
-    for name in ("num_finite", "num_skipped", "num_skipped_in_row"):
-        assert torch.equal(getattr(mine, name), getattr(reference, name))
-    assert reference.num_skipped_in_row.item() == len(outcomes) - len(outcomes.rstrip("x"))
-
-
 @pytest.mark.parametrize("kernel", [True, False])
-def test_skipped_steps_leave_no_loss_and_the_scale_keeps_its_bounds(kernel: bool) -> None:
-    scales, totals = outcomes_of(state_of(2.0, maximum=4.0, growth_interval=1), "xxx..", rows=2, kernel=kernel)
-    assert scales == [1.0, 1.0, 1.0, 2.0, 4.0]
-    assert totals.tolist() == [[(1.0 / 3.0 + 3) + (1.0 / 3.0 + 4), 99.0 + 100.0]] * 2
+@pytest.mark.parametrize(
+    ("settings", "outcomes", "scales", "num_finite", "rows"),
+    [
+        ({}, ".......", [8, 8, 16, 16, 16, 32, 32], 1, 1),
+        ({}, "..x...", [8, 8, 4, 4, 4, 8], 0, 5),
+        ({}, "xx...x", [4, 2, 2, 2, 4, 2], 0, 1),
+        ({"scale": 2.0, "maximum": 4.0, "growth_interval": 1}, "xxx...", [1, 1, 1, 2, 4, 4], 0, 2),
+    ],
+)
+def test_the_scale_doubles_after_finite_steps_halves_at_an_overflow_which_leaves_no_loss_and_keeps_its_bounds(
+    settings: Any, outcomes: str, scales: list[float], num_finite: int, rows: int, kernel: bool
+) -> None:
+    state = state_of(**settings)
+    found, totals = outcomes_of(state, outcomes, rows=rows, kernel=kernel)
+    finite = [index for index, outcome in enumerate(outcomes) if outcome == "."]
+    assert found == scales
+    assert totals.tolist() == [[sum(1.0 / 3.0 + index for index in finite), sum(96 + index for index in finite)]] * rows
+    in_row = len(outcomes) - len(outcomes.rstrip("x"))
+    counts = state.num_finite, state.num_skipped, state.num_skipped_in_row
+    assert [count.item() for count in counts] == [num_finite, outcomes.count("x"), in_row]
 
 
 @pytest.mark.parametrize("kernel", [True, False])

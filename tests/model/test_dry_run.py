@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers.optimization import Adafactor
 
 from tests.build import (
-    CPU,
     ConvNet,
     Forces,
     Limited,
@@ -50,10 +49,10 @@ class Silent(nn.Module):
         self.linear(inputs)
 
 
-def sparse_classes(highest: int) -> tuple[Tensor, Tensor]:
+def with_class(number: int) -> tuple[Tensor, Tensor]:
     """Samples of classes 0 to 3, with one of another class among them."""
     inputs, targets = blobs(64)
-    targets[40] = highest
+    targets[40] = number
     return inputs, targets
 
 
@@ -124,9 +123,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError, r"without a gradient.*without detach\(\)",
     ),
     "class too large": (
-        {"data": sparse_classes(12)},
+        {"data": with_class(12)},
         UserCodeError, r"IndexError: Target 12 is out of.*outputs float32 \(2, 4\), targets int64 \(2,\)",
     ),
+    "class too small": ({"data": with_class(-1)}, UserCodeError, "IndexError: Target -1 is out of"),
     "one argument": ({"loss": lambda outputs: outputs}, UserCodeError, "the loss raised TypeError: .*takes 1"),
     "no data": ({"data": None}, TypeError, "NoneType cannot be indexed"),
     "arrays": (
@@ -272,17 +272,6 @@ def test_an_exit_is_the_users_mistake_and_not_the_loss_of_a_process() -> None:
     for guard in (forbidding_exit(), attributing_errors("data()")):
         with pytest.raises(SystemExit), guard:
             rays["stop"]()
-
-
-def test_samples_of_the_smallest_and_the_largest_class_are_tried() -> None:
-    seen: list[list[int]] = []
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        seen.append(targets.tolist())
-        return cross_entropy(outputs, targets)
-
-    require_working(mlp().to(CPU), loss, as_source(blobs(64)))
-    assert seen[0] == [0, 3]
 
 
 class OnGpu(Tensor):

@@ -1,8 +1,9 @@
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.build import Wired
+from tests.build import Wired, collected
 from triaccel_ray.model.layers import find_layers, forward, require_trainable, to_channels_last
 
 
@@ -14,15 +15,11 @@ def test_layers_are_the_owners_of_matrices_in_module_order() -> None:
     model = nn.Sequential(
         nn.Embedding(5, 4), nn.LayerNorm(4), nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4)), nn.Linear(4, 2)
     )
-    assert names(model) == ["0", "2.0", "3"]
-    embedding, conv, linear = find_layers(model)
-    assert (embedding.num_elements, conv.num_elements, linear.num_elements) == (20, 16, 8)
+    _, conv, linear = layers = find_layers(model)
+    assert [(layer.name, layer.num_elements) for layer in layers] == [("0", 20), ("2.0", 16), ("3", 8)]
     assert conv.weights == (model[2][0].weight,)
     assert linear.modules == (model[3],)
     assert not linear.fixed_precision
-
-
-def test_what_is_a_layer_and_what_is_none() -> None:
     tied = nn.ModuleDict({"embed": nn.Embedding(5, 3), "norm": nn.LayerNorm(3), "out": nn.Linear(3, 5, bias=False)})
     tied["out"].weight = tied["embed"].weight
     frozen = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
@@ -73,3 +70,16 @@ def test_an_attribute_called_sparse_is_refused_only_beside_weights() -> None:
     model.product.sparse = True
     with pytest.raises(ValueError, match=r"Linear 'product' has sparse = True: must be False"):
         require_trainable(model, optimizer, find_layers(model))
+
+
+def test_a_sparse_gradient_is_read_as_a_dense_one() -> None:
+    found = []
+    for sparse in (False, True):
+        model = nn.Linear(3, 5, bias=False)
+        F.embedding(torch.tensor([1, 4, 1]), model.weight, sparse=sparse).sum().backward()
+        assert model.weight.grad is not None
+        assert model.weight.grad.is_sparse is sparse
+        (gradient,) = collected(model).tensors
+        assert gradient is not None
+        found.append(gradient)
+    assert torch.equal(*found)
