@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.apply.captured import adamw, distance, faults_of, fixed, images, loop_of, network, sgd
-from tests.build import run
+from tests.apply.captured import adamw, distance, fault_messages, faults_of, fixed, images, loop_of, network, sgd
+from tests.build import Wired, run
 from tests.decide.build import USUAL
 from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.model.pytree import map_tensors
 from triaccel_ray.records.plan import FaultKind, Precision
+from triaccel_ray.trainables.bert import Bert
 
 pytestmark = pytest.mark.gpu
 
@@ -237,3 +239,33 @@ def test_a_hook_registered_after_capture_fires_and_no_graph_reads_the_copy_that_
         assert all(p.isfinite().all() for p in model.parameters())
         del held
     assert distance(*models) < 10 * 2**-11
+
+
+class Logits(nn.Module):
+    """A small decoder of transformers, which looks at its positions to see whether it needs a mask: the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2}
+        self.decoder = LlamaForCausalLM(LlamaConfig(vocab_size=96, use_cache=False, **sizes))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.decoder(tokens).logits
+
+
+@pytest.mark.parametrize(
+    ("name", "activations"), [("BertLayer", "keep"), ("LlamaDecoderLayer", "keep"), ("LlamaDecoderLayer", "recompute")]
+)
+def test_models_of_transformers_are_captured_with_their_blocks(name: str, activations: str) -> None:
+    torch.manual_seed(0)
+    model = Bert(layers=4, width=64, heads=2, context=16) if name == "BertLayer" else Logits()
+    tokens, ticks = torch.randint(0, 96, (640, 16)).cuda(), list[Any]()
+    config = fixed(Precision.BF16, compile="auto", activations=activations)
+    model = nn.Sequential(model.cuda(), Wired(lambda self, x: x.mean(1)))
+    loop = loop_of(model, config, data=(tokens, tokens[:, 0] % 7), on_tick=ticks.append)
+    for _ in range(2):
+        loop.train_epoch()
+    assert loop._training.steps.num_captured == 1
+    messages = [each for each in fault_messages(ticks) if "compiled" in each or "capture" in each]
+    assert messages == [f"compiled: 4 x {name} compiled: its blocks repeat"]
+    loop.close()

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.apply.captured import fault_messages, faults_of, fixed, loop_of
 from tests.apply.compiled import Block, Recording
@@ -21,7 +20,6 @@ from triaccel_ray.apply.weights import ComputeCopies, Weights
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.model.regions import repeated_blocks
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.trainables.bert import Bert
 
 
 def test_the_largest_blocks_that_repeat_are_found_whatever_holds_them() -> None:
@@ -182,52 +180,6 @@ def test_a_compiled_step_is_captured_and_trains_as_the_plain_one(waits: str) -> 
         loop.close()
         assert all(block._compiled_call_impl is None for block in blocks)
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0.02, atol=0.02)
-
-
-@pytest.mark.gpu
-def test_a_model_of_transformers_without_a_mask_is_captured_with_its_blocks_as_they_are_compiled() -> None:
-    torch.manual_seed(0)
-    model = Bert(layers=4, width=64, heads=2, context=16).cuda()
-    data, ticks = (torch.randint(0, 256, (640, 16)).cuda(), torch.randint(0, 7, (640,)).cuda()), list[Any]()
-    loop = loop_of(
-        nn.Sequential(model, Wired(lambda self, x: x.mean(1))),
-        fixed(BF16, compile="auto"),
-        data=data,
-        on_tick=ticks.append,
-    )
-    for _ in range(2):
-        loop.train_epoch()
-    assert loop._training.steps.num_captured == 1
-    assert [each for each in fault_messages(ticks) if "compiled" in each] == [
-        "compiled: 4 x BertLayer compiled: its blocks repeat"
-    ]
-    loop.close()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_a_decoder_whose_masks_wait_for_the_device_is_captured_with_its_blocks(activations: str) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        use_cache=False,
-    )
-    tokens, ticks = torch.randint(0, 96, (640, 32)).cuda(), list[Any]()
-    loop = loop_of(
-        nn.Sequential(LlamaForCausalLM(config).cuda(), Wired(lambda self, x: x.logits.mean(1))),
-        fixed(BF16, compile="auto", activations=activations),
-        data=(tokens, tokens[:, 0]),
-        on_tick=ticks.append,
-    )
-    for _ in range(2):
-        loop.train_epoch()
-    assert loop._training.steps.num_captured == 1
-    assert fault_messages(ticks) == ["compiled: 4 x LlamaDecoderLayer compiled: its blocks repeat"]
-    loop.close()
 
 
 @pytest.mark.gpu
