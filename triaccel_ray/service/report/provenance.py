@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
-from triaccel_ray.records.events import parse_event
+from triaccel_ray.records.events import read_events
 from triaccel_ray.service.cli.options import RUN_SETTINGS, settings_of_run
 from triaccel_ray.service.report.tables import RESULT_HEADINGS, TextTable, joined
 from triaccel_ray.service.runs.environment import COMMIT
@@ -23,10 +23,11 @@ def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], co
     `spec` is what the runs have in common; `facts` are further rows. If runs differ, each distinct value is listed.
     """
     infos = [run.start.info for run in runs]
+    begun = sorted(next(read_events(run.folder / EVENTS)).time_ms for run in runs)
     rows = {
         "task": spec.task,
         **facts,
-        "date": _span(runs),
+        "begun": f"{datetime.fromtimestamp(begun[0] / 1000, UTC):%Y-%m-%d %H:%M} UTC" if begun else "",
         "hardware": _distinct(
             f"{info['hardware']} (host {info.get('host', 'unknown')})" for info in infos if "hardware" in info
         ),
@@ -93,18 +94,6 @@ def _troubles_of(run: RunRecord) -> Iterator[str]:
         yield f"{run.status}{epoch}: {run.end.message or 'no message was recorded'}{trace}"
     for each in run.interruptions:
         yield f"was interrupted ({each.cause}): {each.message}"
-
-
-def _span(runs: Sequence[RunRecord]) -> str:
-    """Returns the start of the first run, in UTC, and the time from there to the end of the last run."""
-    if not runs:
-        return ""
-    times = []
-    for run in runs:
-        lines = (run.folder / EVENTS).read_bytes().rpartition(b"\n")[0].split(b"\n")
-        times += [parse_event(line, run.name).time_ms for line in (lines[0], lines[-1])]
-    begin, end = (datetime.fromtimestamp(time_ms // 1000, UTC) for time_ms in (min(times), max(times)))
-    return f"{begin:%Y-%m-%d %H:%M} UTC, within {end - begin}"
 
 
 def _distinct(values: Iterable[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -45,8 +44,6 @@ class Dimension:
     value: Callable[[ControlConfig], float]
     form: str
     """Format specification for display."""
-    log: bool = False
-    """Whether its scale is logarithmic."""
     option: str = ""
     """Its name in `triaccel_ray.search_spaces.thresholds.OPTIONAL`; empty if it is always searched."""
 
@@ -54,21 +51,14 @@ class Dimension:
         """Returns its value in `control`, formatted for display."""
         return format(self.value(control), self.form)
 
-    def position(self, control: ControlConfig) -> float:
-        """Returns its position on this scale; NaN if it has none, such as zero on a logarithmic scale."""
-        value = self.value(control)
-        if self.log:
-            value = math.log10(value) if value > 0.0 else math.nan
-        return value if math.isfinite(value) else math.nan
-
 
 _DIMENSIONS: Final = (
-    Dimension("tau_low", lambda control: control.precision.tau_low, ".2e", log=True),
-    Dimension("tau_high", lambda control: control.precision.tau_high, ".2e", log=True),
+    Dimension("tau_low", lambda control: control.precision.tau_low, ".2e"),
+    Dimension("tau_high", lambda control: control.precision.tau_high, ".2e"),
     Dimension("rho_low", lambda control: control.batch.rho_low, ".3f"),
     Dimension("rho_high", lambda control: control.batch.rho_high, ".3f"),
-    Dimension("alpha", lambda control: control.curvature.alpha, ".2g", log=True, option="alpha"),
-    Dimension("tau_curv", lambda control: control.curvature.tau_curv, ".3g", log=True, option="tau_curv"),
+    Dimension("alpha", lambda control: control.curvature.alpha, ".2g", option="alpha"),
+    Dimension("tau_curv", lambda control: control.curvature.tau_curv, ".3g", option="tau_curv"),
     Dimension("t_ctrl", lambda control: control.every_steps, ".0f", option="t_ctrl"),
     Dimension("step_up", lambda control: control.batch.step_up, ".0f", option="batch_steps"),
     Dimension("step_down", lambda control: control.batch.step_down, ".0f", option="batch_steps"),
