@@ -158,7 +158,7 @@ class Shipper:
             return replace(description, tags=parent.tags, is_parent=True, closing_tags=parent.closing_tags)
         if self._is_baseline(folder):
             tags = {"kind": "baseline", "search": root.name}
-            description = replace(description, name=f"{folder.name} of {root.name}", tags=tags)
+            return replace(description, name=f"{folder.name} of {root.name}", tags=tags)
         return replace(description, is_pruned=lambda: folder.name in parent.pruned())
 
     def _is_baseline(self, folder: Path) -> bool:
