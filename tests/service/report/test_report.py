@@ -77,7 +77,8 @@ def test_a_runs_page_says_where_it_comes_from_and_holds_all_settings(run: RunRec
     view = view_at(StoragePath.of(run.folder))
     assert view.page == run.folder / REPORT
     texts = Tags(view.page.read_text()).texts
-    assert {f"triaccel run --from {run.folder}", "triaccel: the full control loop", "finished", "result"} <= set(texts)
+    title = "one: cifar10-resnet18, the full control loop, finished"
+    assert {title, f"triaccel run --from {run.folder}", "result"} <= set(texts)
     assert any("\nweight_decay = 0.0005\n" in text for text in texts)
     assert [row["epoch"] for row in view.rows] == [1, 2]
 

@@ -58,25 +58,15 @@ def _advice(record: ComparisonRecord) -> tuple[str, str]:
     """
     results = {method: record.results(method) for method in record.spec.table_1}
     num_finished, goal = sum(bool(each.by_seed) for each in results.values()), record.spec.base.goal
-    amp = results[REFERENCE].values(goal.name) if REFERENCE in results else {}
-    margin = f"within {Objective(goal=goal).margin_text} of the {goal.words} of AMP"
-    among = margin if amp else "though AMP has no result to measure it by"
-    best = best_of(
-        {name: each for name, each in results.items() if _is_within_margin(each.values(goal.name), amp, goal)}
-    )
+    amp = results[REFERENCE].mean(goal.name) if REFERENCE in results else math.nan
+    objective = Objective(goal=goal, reference=() if math.isnan(amp) else (amp,))
+    margin = f"within {objective.margin_text} of the {goal.words} of AMP"
+    among = margin if objective.reference else "though AMP has no result to measure it by"
+    best = best_of({name: each for name, each in results.items() if not objective.shortfall(1, each.mean(goal.name))})
     if not best or num_finished < min(2, len(results)):
         return "", ""
     command = command_for("run --from", record.folder / f"{best}-seed{min(results[best].by_seed)}")
     return f"to train with {record.label(best)}, which has the best score, {among}:\n{command}", command
-
-
-def _is_within_margin(values: Mapping[int, float], amp: Mapping[int, float], goal: Goal) -> bool:
-    """Returns whether a method's metric is within the margin of AMP's, by the seeds that both have, if any."""
-    seeds = values.keys() & amp.keys()
-    if not seeds:
-        return True
-    mean, reference = (statistics.fmean(each[seed] for seed in seeds) for each in (values, amp))
-    return not Objective(goal=goal, reference=(reference,)).shortfall(epoch=1, metric=mean)
 
 
 def comparison_tables(record: ComparisonRecord) -> list[TextTable]:
