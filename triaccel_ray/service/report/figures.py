@@ -22,6 +22,7 @@ from triaccel_ray.measure.score import BYTES_PER_GB
 from triaccel_ray.records.events import Epoch, Tick
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Plan, Precision, Storage
+from triaccel_ray.records.signals import MemorySignal
 from triaccel_ray.service.report import drawing
 from triaccel_ray.service.report.drawing import (
     BLUE,
@@ -64,21 +65,23 @@ def overview(
     panel(sizes, "Batch size", x_label="epoch", y_label="samples a step")
     panel(memory, "Memory", x_label="epoch", y_label="GB of the process")
     panel(speed, "Speed", x_label="epoch", y_label="samples per second")
+    plans = [tick.observation.plan for tick in ticks] + [tick.applied.plan for tick in ticks[-1:]]
+    epoch_edges = [epochs[0].epoch - 1, *(epoch.epoch for epoch in epochs)]
+    edges = _interval_edges(epochs, ticks) if ticks else epoch_edges
     _draw_loss(loss, epochs)
     _draw_metric(metric, epochs, goal)
-    _draw_precisions(precisions, epochs, ticks)
-    _draw_batch(sizes, epochs, ticks)
-    _draw_memory(memory, epochs, ticks, batch)
-    _draw_speed(speed, epochs)
+    _draw_precisions(precisions, plans, edges)
+    in_force = [plan.batch_size for plan in plans] or [epoch.batch_size for epoch in epochs]
+    _draw_batch(sizes, in_force, [plan.micro_batch_size for plan in plans], edges)
+    if ticks:
+        _draw_memory(memory, [tick.observation.memory for tick in ticks], batch, edges[:-1])
+    else:
+        _draw_peaks(memory, [epoch.peak_bytes for epoch in epochs], edges)
+    _draw_speed(speed, [epoch.images_per_second for epoch in epochs], epoch_edges)
     for axes in grid.flat:
         axes.set_xlim(0.0, epochs[-1].epoch)
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     return figure
-
-
-def _epoch_edges(epochs: Sequence[Epoch]) -> list[float]:
-    """Returns the epoch boundaries as edges for `stairs`, one more than epochs."""
-    return [epochs[0].epoch - 1, *(epoch.epoch for epoch in epochs)]
 
 
 def step_edges(ticks: Sequence[Tick]) -> list[float]:
@@ -124,54 +127,43 @@ def _draw_metric(axes: Axes, epochs: Sequence[Epoch], goal: Goal) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(5))
 
 
-def _draw_precisions(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> None:
-    if not ticks:
+def _draw_precisions(axes: Axes, plans: Sequence[Plan], edges: Sequence[float]) -> None:
+    if not plans:
         caption(axes, "the same from the first step to the last")
         return
-    plans = [*(tick.observation.plan for tick in ticks), ticks[-1].applied.plan]
     below = np.zeros(len(plans))
     for level in reversed(_levels(plans)):
         counts = [list(plan.precision.values()).count(level) / len(plan.precision) for plan in plans]
         above, color = below + 100.0 * np.array(counts), drawing.PRECISION_COLORS[level]
-        axes.stairs(above, _interval_edges(epochs, ticks), baseline=below, fill=True, color=color, label=level.name)
+        axes.stairs(above, edges, baseline=below, fill=True, color=color, label=level.name)
         below = above
     axes.set_ylim(0.0, 100.0)
     axes.set_axisbelow(False)
     legend(axes, ncols=4)
 
 
-def _draw_batch(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> None:
-    """Draws the batch size, and the micro-batch size if it is smaller."""
-    sizes, edges = [epoch.batch_size for epoch in epochs], _epoch_edges(epochs)
-    micro_batches = sizes
-    if ticks:
-        plans = [*(tick.observation.plan for tick in ticks), ticks[-1].applied.plan]
-        sizes = [plan.batch_size for plan in plans]
-        micro_batches = [plan.micro_batch_size for plan in plans]
-        edges = _interval_edges(epochs, ticks)
+def _draw_batch(axes: Axes, sizes: Sequence[int], micro_sizes: Sequence[int], edges: Sequence[float]) -> None:
+    """Draws the batch size, and the micro-batch size if it is known and smaller."""
     axes.stairs(sizes, edges, color=BLUE, linewidth=2.0, baseline=None)
-    if micro_batches != sizes:
+    if micro_sizes and micro_sizes != sizes:
         style: dict[str, Any] = {"color": BLUE, "linewidth": 1.2, "linestyle": ":"}
-        axes.stairs(micro_batches, edges, baseline=None, label="at once on the device", **style)
+        axes.stairs(micro_sizes, edges, baseline=None, label="at once on the device", **style)
         legend(axes)
     axes.set_ylim(0, 1.12 * max(sizes))
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     mark_level(axes, sizes[-1], f"{sizes[-1]}", BLUE)
 
 
-def _draw_memory(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig) -> None:
-    """Draws the peak memory of each interval, with the limit and the band in which the batch rule keeps it."""
-    memory = [tick.observation.memory for tick in ticks]
-    if ticks:
-        peak_bytes, edges = [signal.window_peak_bytes for signal in memory], _interval_edges(epochs, ticks)[:-1]
-    else:
-        peak_bytes, edges = [epoch.peak_bytes for epoch in epochs], _epoch_edges(epochs)
+def _draw_peaks(axes: Axes, peak_bytes: Sequence[int], edges: Sequence[float]) -> None:
     peaks = np.array(peak_bytes) / BYTES_PER_GB
     axes.stairs(peaks, edges, fill=True, color=BLUE, alpha=0.14)
     axes.stairs(peaks, edges, baseline=None, color=BLUE, linewidth=2.0)
     axes.margins(y=0.15)
-    if not ticks:
-        return
+
+
+def _draw_memory(axes: Axes, memory: Sequence[MemorySignal], batch: BatchConfig, edges: Sequence[float]) -> None:
+    """Draws the peak memory of each interval, with the limit and the band in which the batch rule keeps it."""
+    _draw_peaks(axes, [signal.window_peak_bytes for signal in memory], edges)
     limits = np.array([signal.attainable_bytes for signal in memory]) / BYTES_PER_GB
     idle = np.array([signal.idle_bytes for signal in memory]) / BYTES_PER_GB
     high, low = f"rho_high {batch.rho_high:.0%}", f"rho_low {batch.rho_low:.0%}"
@@ -181,9 +173,8 @@ def _draw_memory(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], bat
     legend(axes, ncols=3)
 
 
-def _draw_speed(axes: Axes, epochs: Sequence[Epoch]) -> None:
-    rates = [epoch.images_per_second for epoch in epochs]
-    axes.stairs(rates, _epoch_edges(epochs), baseline=None, color=BLUE, linewidth=2.0)
+def _draw_speed(axes: Axes, rates: Sequence[float], edges: Sequence[float]) -> None:
+    axes.stairs(rates, edges, baseline=None, color=BLUE, linewidth=2.0)
     axes.set_ylim(0.0, 1.15 * max(rates))
     axes.yaxis.set_major_formatter(drawing.PLAIN)
 
