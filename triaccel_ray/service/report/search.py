@@ -88,10 +88,8 @@ def search_table(record: SearchRecord) -> TextTable:
     labels = {name: name.upper() for name in record.baselines if name != "probe"}
     rows = [_row(f"{labels.get(name, name)} again", run, record) for name, run in best_repeats(record).items()]
     rows += [_row(label, record.baselines[name], record) for name, label in labels.items()]
-    rows += [_row(run.name, run, record) for _, run in ranked(record)]
-    without = {run.name: run.status for run in record.trials if run.performance is None}
-    without |= dict.fromkeys(record.damaged, "damaged")
-    rows += [[name, status, *[""] * (len(header) - 2)] for name, status in without.items()]
+    rows += [_row(run.name, run, record) for run in ranked(record)]
+    rows += [[name, "damaged", *[""] * (len(header) - 2)] for name in record.damaged]
     notes = ["figures are those of the epoch named beside them"]
     if objective.reference:
         amp = objective.goal.text(objective.reference[-1])
@@ -118,7 +116,9 @@ def search_table(record: SearchRecord) -> TextTable:
 def _row(label: str, run: RunRecord, record: SearchRecord) -> list[str]:
     is_trial = run.spec.method == "triaccel"
     num_epochs = run.epochs[-1].epoch if run.epochs else 0
-    thresholds = [each.text(run.spec.control) if is_trial else "" for each in dimensions(record.spec.optional)]
+    thresholds = [
+        format(each.value(run.spec.control), each.form) if is_trial else "" for each in dimensions(record.spec.optional)
+    ]
     performance, cells = run.performance, [""] * 4
     if performance is not None:
         is_behind = is_trial and record.objective.shortfall(num_epochs, performance.metric) > 0
