@@ -13,7 +13,7 @@ from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import command_for
 from triaccel_ray.service.compare.comparison import READINGS, REFERENCE, ComparisonRecord, MethodResults, final_runs
 from triaccel_ray.service.compare.spec import ABLATION
-from triaccel_ray.service.report.provenance import about, all_settings, sharing_note, troubles
+from triaccel_ray.service.report.provenance import about, sharing_note, troubles
 from triaccel_ray.service.report.report import View, with_page
 from triaccel_ray.service.report.tables import VIEWS_NOTE, TextTable, lines, result_headings
 from triaccel_ray.service.runs.methods import FIXED, METHODS
@@ -40,10 +40,7 @@ def view_comparison(record: ComparisonRecord) -> View:
             folder=folder,
             title=f"{folder.name}: {base.task}",
             parts=[*comparison_tables(record), advice, troubles({**record.trials, **record.runs}, missing)],
-            details=[
-                about(base, list(record.runs.values()), facts, command_for("compare --from", folder)),
-                all_settings(base),
-            ],
+            details=[about(base, list(record.runs.values()), facts, command_for("compare --from", folder))],
             rows=means_table("", every, headings).as_dicts(),
             command=command,
             control=base.control,

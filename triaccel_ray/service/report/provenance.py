@@ -18,9 +18,10 @@ _VERSIONS = ("triaccel-ray", "torch", "triton", "python")
 
 
 def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], command: str) -> TextTable:
-    """Returns the provenance of a result: date, hardware, versions, commit, and the command to repeat it.
+    """Returns where a result comes from: date, hardware, versions, commit, the command to repeat it, and every option.
 
-    `spec` is what the runs have in common; `facts` are further rows. If runs differ, each distinct value is listed.
+    `spec` is what the runs have in common; `facts` are further rows. If runs differ, each distinct value is listed. Of
+    a user's own code, the options are those of the control loop alone.
     """
     infos = [run.start.info for run in runs]
     begun = sorted(next(read_events(run.folder / EVENTS)).time_ms for run in runs)
@@ -37,15 +38,10 @@ def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], co
         "commit": _distinct(info.get(COMMIT, "") for info in infos),
         "to repeat": command,
     }
-    return TextTable(header=("", ""), rows=[pair for pair in rows.items() if pair[1]], title="Provenance")
-
-
-def all_settings(spec: RunSpec) -> str:
-    """Returns every option of a run; of code of a user's own those of the control loop alone."""
-    is_own = spec.task == OWN_CODE
-    values = settings_of_run(spec).items()
-    kept = [(name, value) for name, value in values if not is_own or RUN_SETTINGS[name].path[0] == "control"]
-    return "\n".join(["All settings:", *(f"{name} = {value}" for name, value in kept)])
+    for name, value in settings_of_run(spec).items():
+        if name not in rows and (spec.task != OWN_CODE or RUN_SETTINGS[name].path[0] == "control"):
+            rows[name] = str(value)
+    return TextTable(header=("", ""), rows=[pair for pair in rows.items() if pair[1]], title="Provenance and settings")
 
 
 def troubles(

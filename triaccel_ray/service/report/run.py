@@ -10,7 +10,7 @@ from triaccel_ray.records.events import Epoch, Throughput
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import command_for
 from triaccel_ray.service.report.figures import run_figures
-from triaccel_ray.service.report.provenance import about, all_settings, run_notes, troubles
+from triaccel_ray.service.report.provenance import about, run_notes, troubles
 from triaccel_ray.service.report.report import View, with_page
 from triaccel_ray.service.report.tables import (
     STAR,
@@ -97,7 +97,7 @@ def view_run(run: RunRecord) -> View:
             folder=run.folder,
             title=f"{run.name}: {spec.task}",
             parts=[rows, second, lines(*run_notes(run)), troubles({run.name: run}), *run_figures(run)],
-            details=[about(spec, [run], {}, repeat), all_settings(spec)],
+            details=[about(spec, [run], {}, repeat)],
             rows=rows.as_dicts(),
             command=command,
             control=None if is_tuning else spec.method_control,

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from triaccel_ray.service.cli.options import command_for
 from triaccel_ray.service.report.drawing import BLUE, GRAY, NAVY, ORANGE, RED, Series, metric_against_cost, save
-from triaccel_ray.service.report.provenance import about, all_settings, sharing_note, troubles
+from triaccel_ray.service.report.provenance import about, sharing_note, troubles
 from triaccel_ray.service.report.report import View, with_page
 from triaccel_ray.service.report.tables import STAR, TextTable, joined, lines
 from triaccel_ray.service.runs.objective import Performance
@@ -69,7 +69,6 @@ def view_search(record: SearchRecord) -> View:
             details=[
                 f"What the loop did in a trial is on a page of its own: {of_a_trial}",
                 about(spec.base, runs, facts, command_for("search --from", folder)),
-                all_settings(spec.base),
             ],
             rows=[{**row, "behind AMP": any(cell.endswith(STAR) for cell in cells)} for row, cells in rows],
             command=command,
