@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from triaccel_ray.records.events import End, Event, Interruption, LogError, Star
 from triaccel_ray.service.report.run import view_run
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import (
+    BASELINES,
     COMPARISON,
     ERROR,
     EVENTS,
@@ -47,20 +48,14 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunDescription:
-    """Name, key and tags of a new MLflow run."""
+class ParentRun:
+    """The MLflow run of a search or comparison, the parent of the runs below its folder."""
 
-    experiment: str
-    name: str
-    key: str
-    """Key by which the run is found again; its start time is appended."""
     tags: Mapping[str, str] = field(default_factory=dict)
-    is_parent: bool = False
-    """Whether it is the MLflow parent of other runs: it has no epochs, and its command writes its report page."""
-    is_pruned: Callable[[], bool] = lambda: False
-    """Returns whether a stopped run was pruned by its search."""
+    pruned: Callable[[], Container[str]] = tuple
+    """Returns the names of the runs that the search has pruned."""
     closing_tags: Callable[[], Mapping[str, str]] = dict
-    """Returns the tags to add when the run ends."""
+    """Returns the tags that are known only at its end."""
 
 
 class Shipment:
@@ -73,14 +68,29 @@ class Shipment:
     a new MLflow run of the same key and name. The old one is deleted.
     """
 
-    def __init__(self, tracker: Tracker, folder: Path, description: RunDescription) -> None:
-        """Stores the arguments; `folder` must exist before anything is shipped."""
-        self.folder = folder
-        self._tracker, self._description = tracker, description
-        self._path = folder / EVENTS
+    def __init__(
+        self, tracker: Tracker, folder: Path, root: Path, *, experiment: str, parent: ParentRun | None = None
+    ) -> None:
+        """Stores the arguments; `folder` must exist before anything is shipped.
+
+        With a `parent`, `folder` is that of the parent itself, which is `root`, or of a run below it. MLflow shows the
+        baselines of a search beside it, not as its children.
+        """
+        is_baseline = parent is not None and folder.parent == root / BASELINES and folder.name != "probe"
+        self._is_parent = parent is not None and folder == root
+        self._is_child = parent is not None and folder != root and not is_baseline
+        self._parent = parent or ParentRun()
+        self._name = f"{folder.name} of {root.name}" if is_baseline else folder.name
+        self._tags = self._parent.tags if self._is_parent else {}
+        if is_baseline:
+            self._tags = {"kind": "baseline", "search": root.name}
+        self._key = str(folder.relative_to(root.parent)).replace("'", "_")
+        """Key by which the run is found again; its start time is appended."""
+        self._tracker, self._experiment = tracker, experiment
+        self.folder, self._path = folder, folder / EVENTS
         self._seen: tuple[int, int, int] | None = None
         """Inode, bytes and mtime (ns) of the log when it was last shipped to its end; None before."""
-        self._nothing = ShipmentState(store=tracker.uri, key="", experiment=description.experiment)
+        self._nothing = ShipmentState(store=tracker.uri, key="", experiment=experiment)
         self._shipped = self._nothing
         """What has arrived, once loaded; its MLflow run exists in the store."""
 
@@ -93,7 +103,7 @@ class Shipment:
             return self._open(parent_id=None, start_ms=time.time_ns() // 1_000_000)
 
     def ship(self, parent_id: str | None = None) -> int:
-        """Ships the log's new events and returns their number; a new MLflow run becomes a child of `parent_id`.
+        """Ships the log's new events and returns their number; a new run of a trial becomes a child of `parent_id`.
 
         Raises:
             LogError: the log is damaged.
@@ -168,8 +178,7 @@ class Shipment:
 
     def _restart_in_new_run(self) -> None:
         """Records that the log now goes to a new MLflow run from its start; a parent run keeps its MLflow run."""
-        is_kept, run_id = self._description.is_parent, self._shipped.run_id
-        run: dict[str, Any] = {"run_id": run_id} if is_kept else {"run_id": None, "replaces": run_id}
+        run: dict[str, Any] = {} if self._is_parent else {"run_id": None, "replaces": self._shipped.run_id}
         self._save(position=Position(), end_ms=None, **run)
 
     def _ship_end(self, end: Event | None) -> int:
@@ -183,7 +192,7 @@ class Shipment:
         if end_ms == shipped_ms:
             return 0
         client = self._tracker.client
-        if shipped_ms is not None and not self._description.is_parent:
+        if shipped_ms is not None and not self._is_parent:
             metrics = client.get_run(self._run_id).data.metrics
             if any(name.startswith(RESULT_PREFIX) for name in metrics):
                 raise TruncatedLogError
@@ -197,16 +206,16 @@ class Shipment:
 
     def _open(self, parent_id: str | None, start_ms: int) -> str:
         """Returns the run's id, creating it if needed; its key can be derived again if `mlflow.json` is lost."""
-        description, shipped = self._description, self._shipped
+        shipped, name, tags = self._shipped, self._name, self._tags
         if shipped.run_id is not None:
             return shipped.run_id
-        key = shipped.key or f"{description.key}@{start_ms}"
+        key = shipped.key or f"{self._key}@{start_ms}"
         self._save(key=key)
-        name, tags = description.name, description.tags
         if shipped.replaces is not None:  # first: the key must identify one run
             name, tags = self._tracker.retire(shipped.replaces, name, tags)
+        parent_id = parent_id if self._is_child else None
         run_id = self._tracker.open_run(
-            description.experiment, name, key=key, tags=tags, parent_id=parent_id, start_ms=start_ms
+            self._experiment, name, key=key, tags=tags, parent_id=parent_id, start_ms=start_ms
         )
         self._save(run_id=run_id)
         return run_id
@@ -214,15 +223,16 @@ class Shipment:
     def _finish(self, event: Event) -> None:
         end, client, run_id = event.record, self._tracker.client, self._run_id
         assert isinstance(end, End)
-        outcome = "pruned" if end.status == "stopped" and self._description.is_pruned() else end.status
-        tags = {"outcome": outcome, **self._description.closing_tags()}
+        is_pruned = end.status == "stopped" and self.folder.name in self._parent.pruned()
+        outcome = "pruned" if is_pruned else end.status
+        tags = {"outcome": outcome, **(self._parent.closing_tags() if self._is_parent else {})}
         failure = ": ".join(filter(None, (end.cause, end.message)))
         if failure:
             tags["failure"] = failure
         self._log(tags=tags, metrics_of_events=[event])
         if not failure and "failure" in client.get_run(run_id).data.tags:  # left by an earlier end
             client.delete_tag(run_id, "failure")
-        if not self._description.is_parent:
+        if not self._is_parent:  # whose command writes its page
             self._draw_figures()
         for path in (self.folder / name for name in ARTIFACTS):
             if path.is_dir():
