@@ -22,6 +22,7 @@ from triaccel_ray.service.search.search import (
     candidates,
     ranked,
     tuned_thresholds_of,
+    value_of,
 )
 from triaccel_ray.service.search.searcher import trial_name
 from triaccel_ray.service.search.spec import dimensions
@@ -140,19 +141,15 @@ def recommendation(record: SearchRecord) -> tuple[str, str]:
     The command is empty if neither a trial nor a baseline can be recommended. An example: no trial has finished, and
     some have not begun.
     """
-    best, objective, compared = best_trial(record), record.objective, candidates(record)
+    best = best_trial(record)
     has_more = len(record.trials) + len(record.damaged) < record.spec.num_trials
     if has_more and not any(run.status == "finished" for run in record.trials):
         return f"{_why_none(record)} Not all has begun: `{command_for('resume', record.folder)}` goes on.", ""
-    values = {
-        name: objective.value(run.epochs[-1].epoch, run.performance)
-        for name, run in compared.items()
-        if run.performance is not None
-    }
+    values = {name: value_of(record, run) for name, run in candidates(record).items()}
     if not values:
         return _why_none(record), ""
     winner = max(values, key=lambda name: values[name])  # the trial wins ties
-    by = f"by the objective {objective.name}, as the table shows"
+    by = f"by the objective {record.objective.name}, as the table shows"
     if best is not None and winner == best.name:
         sentence = f"No baseline beats the best trial, {winner}, {by}. To train with its thresholds:"
         return sentence, command_for("run --from", best.folder)

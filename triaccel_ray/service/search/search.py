@@ -200,12 +200,12 @@ def read_search(folder: Path) -> SearchRecord:
 
 def ranked(record: SearchRecord) -> list[RunRecord]:
     """Returns the trials, best first: finished ones come before stopped ones, whose figures may be of three epochs."""
-    return sorted(record.trials, key=lambda run: (run.status != "finished", -_value(record, run), run.name))
+    return sorted(record.trials, key=lambda run: (run.status != "finished", -value_of(record, run), run.name))
 
 
 def best_trial(record: SearchRecord) -> RunRecord | None:
     """Returns the best finished trial that is feasible; None when there is none."""
-    return next((run for run in ranked(record) if run.status == "finished" and _value(record, run) > 0), None)
+    return next((run for run in ranked(record) if run.status == "finished" and value_of(record, run) > 0), None)
 
 
 def candidates(record: SearchRecord) -> dict[str, RunRecord]:
@@ -224,10 +224,10 @@ def candidates(record: SearchRecord) -> dict[str, RunRecord]:
 def best_repeats(record: SearchRecord) -> dict[str, RunRecord]:
     """Returns the best finished repeat of each repeated run, by the run's name."""
     finished = {name: [run for run in runs if is_finished(run)] for name, runs in record.repeats.items()}
-    return {name: max(runs, key=partial(_value, record)) for name, runs in finished.items() if runs}
+    return {name: max(runs, key=partial(value_of, record)) for name, runs in finished.items() if runs}
 
 
-def _value(record: SearchRecord, run: RunRecord) -> float:
+def value_of(record: SearchRecord, run: RunRecord) -> float:
     """Returns the objective value of a run; minus infinity without figures."""
     performance = run.performance
     return -math.inf if performance is None else record.objective.value(run.epochs[-1].epoch, performance)
