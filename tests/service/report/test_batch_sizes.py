@@ -65,8 +65,7 @@ def test_the_report_ends_with_the_command_that_trains_at_that_size(run: RunRecor
     _, advice, notes, _, picture = view.parts
     sentence, command = advice.splitlines()
     assert command == view.command
-    assert "A batch of 256 is efficient: 98.0% of the best samples/s." in sentence
-    assert "Its learning rate is 0.1633 (lr_rule sqrt, from 0.1 at batch 96)" in sentence
+    assert sentence.startswith("A batch of 256 is efficient. Its learning rate is 0.1633 (lr_rule sqrt, from 0.1 at ")
     assert notes == "capture_failed (capture): the loss reads a file"
     assert f"triaccel tune-batch --from {run.folder}" in view.page.read_text()
     assert isinstance(picture, Path)

@@ -111,8 +111,8 @@ def test_a_file_that_cannot_be_used_is_refused_and_left_as_it_is(sqlite_tracker:
     for name, rule in (
         (text / "mlflow.db", "cannot be created"),
         (Path("/proc/nowhere/mlflow.db"), "cannot be created"),
-        (tmp_path / ("long" * 100), "cannot be read"),
-        (tmp_path, "is not a file"),
+        (tmp_path / ("long" * 100), "cannot be created"),
+        (tmp_path, "is not a SQLite database"),
         (text, "is not a SQLite database"),
         (other, r"something else .*customers"),
         (newer, r"newer\.db'.*of the future"),

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator, MultipleLocator
+from matplotlib.ticker import MaxNLocator
 
 from triaccel_ray.config import BatchConfig
 from triaccel_ray.decide.throughput import EFFICIENT_SHARE
@@ -22,6 +22,7 @@ from triaccel_ray.measure.score import BYTES_PER_GB
 from triaccel_ray.records.events import Epoch, Tick
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Plan, Precision, Storage
+from triaccel_ray.records.signals import MemorySignal
 from triaccel_ray.service.report import drawing
 from triaccel_ray.service.report.drawing import (
     BLUE,
@@ -36,7 +37,6 @@ from triaccel_ray.service.report.drawing import (
     legend,
     mark_level,
     panel,
-    shorten,
 )
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.storage.layout import EVENTS, FIGURES
@@ -45,47 +45,43 @@ _LOG_FROM = 30.0
 """Ratio of largest to smallest loss above which the axis is logarithmic: a linear one would show a flat line."""
 MAX_ROW_LABELS = 32
 """With more layers, only every second, third, ... one is labeled."""
+_MAX_LABEL = 36
+"""Longest label of a row; a longer name loses its start, for its end tells layers apart."""
 
 
 def overview(
     epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig, goal: Goal, *, subtitle: str = ""
 ) -> Figure:
-    """Returns eight panels: loss, metric, precisions, batch size, memory, speed, time, and metric over time.
+    """Returns six panels over the epochs: loss, metric, precisions, batch size, memory, speed.
 
-    The x axis of the last panel is seconds of training, of all others epochs. A baseline has no ticks: its batch size
-    and peak memory come from its epochs.
+    A baseline has no ticks: its batch size and peak memory come from its epochs.
     """
-    figure = drawing.new_figure(11.0, 10.0)
-    grid = figure.subplots(4, 2)
-    (loss, metric), (precisions, sizes), (memory, speed), (time, metric_over_time) = grid
-    panel(loss, "Loss", subtitle, y_label="mean over the samples")
-    panel(metric, f"Validation {goal.words}", " ", y_label=goal.axis_unit)
-    panel(precisions, "Precision", y_label="percent of the layers")
-    panel(sizes, "Batch size", y_label="samples a step")
-    panel(memory, "Memory", y_label="GB of the process")
-    panel(speed, "Speed", y_label="samples per second")
-    panel(time, "Time", y_label="seconds per epoch")
-    over_time = f"Validation {goal.words} over time"
-    panel(metric_over_time, over_time, x_label="seconds of training", y_label=goal.axis_unit)
+    figure = drawing.new_figure(11.0, 7.5)
+    grid = figure.subplots(3, 2)
+    (loss, metric), (precisions, sizes), (memory, speed) = grid
+    panel(loss, "Loss", subtitle, x_label="epoch", y_label="mean over the samples")
+    panel(metric, f"Validation {goal.words}", " ", x_label="epoch", y_label=goal.axis_unit)
+    panel(precisions, "Precision", x_label="epoch", y_label="percent of the layers")
+    panel(sizes, "Batch size", x_label="epoch", y_label="samples a step")
+    panel(memory, "Memory", x_label="epoch", y_label="GB of the process")
+    panel(speed, "Speed", x_label="epoch", y_label="samples per second")
+    plans = [tick.observation.plan for tick in ticks] + [tick.applied.plan for tick in ticks[-1:]]
+    epoch_edges = [epochs[0].epoch - 1, *(epoch.epoch for epoch in epochs)]
+    edges = _interval_edges(epochs, ticks) if ticks else epoch_edges
     _draw_loss(loss, epochs)
-    _draw_metric(metric, epochs, [float(epoch.epoch) for epoch in epochs], goal)
-    _draw_precisions(precisions, epochs, ticks)
-    _draw_batch(sizes, epochs, ticks, batch)
-    _draw_memory(memory, epochs, ticks, batch)
-    _draw_by_epoch(speed, epochs, [epoch.images_per_second for epoch in epochs])
-    _draw_seconds(time, epochs, ticks)
-    _draw_metric(metric_over_time, epochs, np.cumsum([epoch.seconds for epoch in epochs]).tolist(), goal)
-    metric_over_time.set_xlim(left=0.0)
-    for axes in grid.flat[:7]:
-        axes.set_xlabel("epoch", fontsize=9.5, color=GRAY)
+    _draw_metric(metric, epochs, goal)
+    _draw_precisions(precisions, plans, edges)
+    in_force = [plan.batch_size for plan in plans] or [epoch.batch_size for epoch in epochs]
+    _draw_batch(sizes, in_force, [plan.micro_batch_size for plan in plans], edges)
+    if ticks:
+        _draw_memory(memory, [tick.observation.memory for tick in ticks], batch, edges[:-1])
+    else:
+        _draw_peaks(memory, [epoch.peak_bytes for epoch in epochs], edges)
+    _draw_speed(speed, [epoch.images_per_second for epoch in epochs], epoch_edges)
+    for axes in grid.flat:
         axes.set_xlim(0.0, epochs[-1].epoch)
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     return figure
-
-
-def _epoch_edges(epochs: Sequence[Epoch]) -> list[float]:
-    """Returns the epoch boundaries as edges for `stairs`, one more than epochs."""
-    return [epochs[0].epoch - 1, *(epoch.epoch for epoch in epochs)]
 
 
 def step_edges(ticks: Sequence[Tick]) -> list[float]:
@@ -121,9 +117,8 @@ def _draw_loss(axes: Axes, epochs: Sequence[Epoch]) -> None:
     legend(axes, loc="upper right")  # losses fall
 
 
-def _draw_metric(axes: Axes, epochs: Sequence[Epoch], at: Sequence[float], goal: Goal) -> None:
-    values = [epoch.held_out(goal) for epoch in epochs]
-    seen = [(x, value) for x, value in zip(at, values, strict=True) if value is not None]
+def _draw_metric(axes: Axes, epochs: Sequence[Epoch], goal: Goal) -> None:
+    seen = [(epoch.epoch, value) for epoch in epochs if (value := epoch.held_out(goal)) is not None]
     if not seen:
         caption(axes, "not evaluated before the end of the run")
         return
@@ -132,55 +127,43 @@ def _draw_metric(axes: Axes, epochs: Sequence[Epoch], at: Sequence[float], goal:
     axes.yaxis.set_major_locator(MaxNLocator(5))
 
 
-def _draw_precisions(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> None:
-    if not ticks:
+def _draw_precisions(axes: Axes, plans: Sequence[Plan], edges: Sequence[float]) -> None:
+    if not plans:
         caption(axes, "the same from the first step to the last")
         return
-    plans = [*(tick.observation.plan for tick in ticks), ticks[-1].applied.plan]
     below = np.zeros(len(plans))
     for level in reversed(_levels(plans)):
         counts = [list(plan.precision.values()).count(level) / len(plan.precision) for plan in plans]
         above, color = below + 100.0 * np.array(counts), drawing.PRECISION_COLORS[level]
-        axes.stairs(above, _interval_edges(epochs, ticks), baseline=below, fill=True, color=color, label=level.name)
+        axes.stairs(above, edges, baseline=below, fill=True, color=color, label=level.name)
         below = above
     axes.set_ylim(0.0, 100.0)
     axes.set_axisbelow(False)
     legend(axes, ncols=4)
 
 
-def _draw_batch(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig) -> None:
-    """Draws the batch size, and the micro-batch size if it is smaller."""
-    sizes, edges = [epoch.batch_size for epoch in epochs], _epoch_edges(epochs)
-    micro_batches = sizes
-    if ticks:
-        plans = [*(tick.observation.plan for tick in ticks), ticks[-1].applied.plan]
-        sizes = [plan.batch_size for plan in plans]
-        micro_batches = [plan.micro_batch_size for plan in plans]
-        edges = _interval_edges(epochs, ticks)
+def _draw_batch(axes: Axes, sizes: Sequence[int], micro_sizes: Sequence[int], edges: Sequence[float]) -> None:
+    """Draws the batch size, and the micro-batch size if it is known and smaller."""
     axes.stairs(sizes, edges, color=BLUE, linewidth=2.0, baseline=None)
-    if micro_batches != sizes:
+    if micro_sizes and micro_sizes != sizes:
         style: dict[str, Any] = {"color": BLUE, "linewidth": 1.2, "linestyle": ":"}
-        axes.stairs(micro_batches, edges, baseline=None, label="at once on the device", **style)
+        axes.stairs(micro_sizes, edges, baseline=None, label="at once on the device", **style)
         legend(axes)
     axes.set_ylim(0, 1.12 * max(sizes))
-    rungs_per_tick = math.ceil(max(sizes) / (5 * batch.granularity))
-    axes.yaxis.set_major_locator(MultipleLocator(batch.granularity * rungs_per_tick))
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     mark_level(axes, sizes[-1], f"{sizes[-1]}", BLUE)
 
 
-def _draw_memory(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig) -> None:
-    """Draws the peak memory of each interval, with the limit and the band in which the batch rule keeps it."""
-    memory = [tick.observation.memory for tick in ticks]
-    if ticks:
-        peak_bytes, edges = [signal.window_peak_bytes for signal in memory], _interval_edges(epochs, ticks)[:-1]
-    else:
-        peak_bytes, edges = [epoch.peak_bytes for epoch in epochs], _epoch_edges(epochs)
+def _draw_peaks(axes: Axes, peak_bytes: Sequence[int], edges: Sequence[float]) -> None:
     peaks = np.array(peak_bytes) / BYTES_PER_GB
     axes.stairs(peaks, edges, fill=True, color=BLUE, alpha=0.14)
     axes.stairs(peaks, edges, baseline=None, color=BLUE, linewidth=2.0)
     axes.margins(y=0.15)
-    if not ticks:
-        return
+
+
+def _draw_memory(axes: Axes, memory: Sequence[MemorySignal], batch: BatchConfig, edges: Sequence[float]) -> None:
+    """Draws the peak memory of each interval, with the limit and the band in which the batch rule keeps it."""
+    _draw_peaks(axes, [signal.window_peak_bytes for signal in memory], edges)
     limits = np.array([signal.attainable_bytes for signal in memory]) / BYTES_PER_GB
     idle = np.array([signal.idle_bytes for signal in memory]) / BYTES_PER_GB
     high, low = f"rho_high {batch.rho_high:.0%}", f"rho_low {batch.rho_low:.0%}"
@@ -190,20 +173,10 @@ def _draw_memory(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], bat
     legend(axes, ncols=3)
 
 
-def _draw_by_epoch(axes: Axes, epochs: Sequence[Epoch], values: Sequence[float]) -> None:
-    axes.stairs(values, _epoch_edges(epochs), baseline=None, color=BLUE, linewidth=2.0)
-    axes.set_ylim(0.0, 1.15 * max(values))
+def _draw_speed(axes: Axes, rates: Sequence[float], edges: Sequence[float]) -> None:
+    axes.stairs(rates, edges, baseline=None, color=BLUE, linewidth=2.0)
+    axes.set_ylim(0.0, 1.15 * max(rates))
     axes.yaxis.set_major_formatter(drawing.PLAIN)
-
-
-def _draw_seconds(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> None:
-    """Draws the seconds of each epoch, and the part of them spent on changing plans."""
-    _draw_by_epoch(axes, epochs, [epoch.seconds for epoch in epochs])
-    epoch_of, seconds = [tick.observation.epoch for tick in ticks], [tick.applied.adapt_ms / 1e3 for tick in ticks]
-    spent, edges = np.histogram(np.ceil(epoch_of) - 0.5, _epoch_edges(epochs), weights=seconds)
-    if spent.any():
-        axes.stairs(spent, edges, fill=True, color=ORANGE, alpha=0.7, label="of which adapting")
-        legend(axes)
 
 
 def _marker(epochs: Sequence[Epoch]) -> dict[str, Any]:
@@ -313,6 +286,7 @@ def _figure_of_rows(names: Sequence[str], title: str, subtitle: str, *, x_label:
     panel(axes, title, subtitle, x_label=x_label)
     axes.set_ylim(len(names) - 0.5, -0.5)
     rows = range(0, len(names), math.ceil(len(names) / MAX_ROW_LABELS))
-    axes.set_yticks(rows, [shorten(names[row]) for row in rows])
+    labels = [name if len(name) <= _MAX_LABEL else f"…{name[1 - _MAX_LABEL :]}" for name in names]
+    axes.set_yticks(rows, [labels[row] for row in rows])
     axes.tick_params(axis="y", length=0)
     return figure, axes

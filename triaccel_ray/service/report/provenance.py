@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
-from triaccel_ray.records.events import parse_event
+from triaccel_ray.records.events import read_events
 from triaccel_ray.service.cli.options import RUN_SETTINGS, settings_of_run
-from triaccel_ray.service.report.tables import TO_TARGET, TextTable, joined
+from triaccel_ray.service.report.tables import RESULT_HEADINGS, TextTable, joined
 from triaccel_ray.service.runs.environment import COMMIT
 from triaccel_ray.service.runs.record import OWN_CODE, RunRecord
 from triaccel_ray.service.runs.spec import RunSpec
@@ -18,15 +18,17 @@ _VERSIONS = ("triaccel-ray", "torch", "triton", "python")
 
 
 def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], command: str) -> TextTable:
-    """Returns the provenance of a result: date, hardware, versions, commit, and the command to repeat it.
+    """Returns where a result comes from: date, hardware, versions, commit, the command to repeat it, and every option.
 
-    `spec` is what the runs have in common; `facts` are further rows. If runs differ, each distinct value is listed.
+    `spec` is what the runs have in common; `facts` are further rows. If runs differ, each distinct value is listed. Of
+    a user's own code, the options are those of the control loop alone.
     """
     infos = [run.start.info for run in runs]
+    begun = sorted(next(read_events(run.folder / EVENTS)).time_ms for run in runs)
     rows = {
         "task": spec.task,
         **facts,
-        "date": _span(runs),
+        "begun": f"{datetime.fromtimestamp(begun[0] / 1000, UTC):%Y-%m-%d %H:%M} UTC" if begun else "",
         "hardware": _distinct(
             f"{info['hardware']} (host {info.get('host', 'unknown')})" for info in infos if "hardware" in info
         ),
@@ -36,15 +38,10 @@ def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], co
         "commit": _distinct(info.get(COMMIT, "") for info in infos),
         "to repeat": command,
     }
-    return TextTable(header=("", ""), rows=[pair for pair in rows.items() if pair[1]], title="Provenance")
-
-
-def all_settings(spec: RunSpec) -> str:
-    """Returns every option of a run; of code of a user's own those of the control loop alone."""
-    is_own = spec.task == OWN_CODE
-    values = settings_of_run(spec).items()
-    kept = [(name, value) for name, value in values if not is_own or RUN_SETTINGS[name].path[0] == "control"]
-    return "\n".join(["All settings:", *(f"{name} = {value}" for name, value in kept)])
+    for name, value in settings_of_run(spec).items():
+        if name not in rows and (spec.task != OWN_CODE or RUN_SETTINGS[name].path[0] == "control"):
+            rows[name] = str(value)
+    return TextTable(header=("", ""), rows=[pair for pair in rows.items() if pair[1]], title="Provenance and settings")
 
 
 def troubles(
@@ -71,7 +68,7 @@ def run_notes(run: RunRecord) -> Iterator[str]:
     if ranks := run.spec.ranks_text:
         yield f"trained by {ranks} together; seconds and memory are those of rank 0"
     if run.spec.target is not None:
-        costs = (f"{value:.4g} {TO_TARGET[name]}" for name, value in run.to_target.items())
+        costs = (f"{value:.4g} {RESULT_HEADINGS[name]}" for name, value in run.to_target.items())
         yield f"target {run.start.goal.named(run.spec.target)}: {', '.join(costs) or 'not reached'}"
     seconds = sum(tick.applied.adapt_ms for tick in run.ticks) / 1e3
     if seconds > 0:
@@ -93,18 +90,6 @@ def _troubles_of(run: RunRecord) -> Iterator[str]:
         yield f"{run.status}{epoch}: {run.end.message or 'no message was recorded'}{trace}"
     for each in run.interruptions:
         yield f"was interrupted ({each.cause}): {each.message}"
-
-
-def _span(runs: Sequence[RunRecord]) -> str:
-    """Returns the start of the first run, in UTC, and the time from there to the end of the last run."""
-    if not runs:
-        return ""
-    times = []
-    for run in runs:
-        lines = (run.folder / EVENTS).read_bytes().rpartition(b"\n")[0].split(b"\n")
-        times += [parse_event(line, run.name).time_ms for line in (lines[0], lines[-1])]
-    begin, end = (datetime.fromtimestamp(time_ms // 1000, UTC) for time_ms in (min(times), max(times)))
-    return f"{begin:%Y-%m-%d %H:%M} UTC, within {end - begin}"
 
 
 def _distinct(values: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from triaccel_ray.records.events import Epoch, Throughput
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import command_for
 from triaccel_ray.service.report.figures import run_figures
-from triaccel_ray.service.report.provenance import about, all_settings, run_notes, troubles
+from triaccel_ray.service.report.provenance import about, run_notes, troubles
 from triaccel_ray.service.report.report import View, with_page
 from triaccel_ray.service.report.tables import (
     STAR,
@@ -54,23 +54,17 @@ def batch_table(run: RunRecord) -> TextTable:
 
 
 def recommendation(run: RunRecord) -> tuple[str, str]:
-    """Returns a sentence with the efficient batch size, its plan and its learning rate, and a command.
+    """Returns a sentence with the efficient batch size and its learning rate, and a command to train at that size.
 
-    The command trains at that size with the run's other settings. Both are empty if none was found.
+    The command has the run's other settings. Both are empty if no size was found.
     """
     size = run.efficient_batch_size
     if size is None or run.end is None:
         return "", ""
-    batch, results = run.spec.control.batch, run.end.results
-    plan = next(_plan_text(each) for each in run.throughputs if each.batch_size == size)
-    share = results["samples_per_second"] / results["best_samples_per_second"]
-    command = f"{command_for('run --from', run.folder)} --batch-size {size} --lr {results['lr']:.4g} --adapt-batch off"
-    sentence = (
-        f"A batch of {size} is efficient: {share:.1%} of the best samples/s{f', in {plan}' if plan else ''}. "
-        f"Its learning rate is {results['lr']:.4g} (lr_rule {batch.lr_rule}, from {run.spec.recipe.lr:.4g} at batch "
-        f"{batch.start}). To train with it:"
-    )
-    return sentence, command
+    batch, lr = run.spec.control.batch, f"{run.end.results['lr']:.4g}"
+    rule = f"lr_rule {batch.lr_rule}, from {run.spec.recipe.lr:.4g} at batch {batch.start}"
+    command = f"{command_for('run --from', run.folder)} --batch-size {size} --lr {lr} --adapt-batch off"
+    return f"A batch of {size} is efficient. Its learning rate is {lr} ({rule}). To train with it:", command
 
 
 def _plan_text(throughput: Throughput) -> str:
@@ -89,13 +83,10 @@ _TIME_NOTE = (
 
 def view_run(run: RunRecord) -> View:
     """Returns the view of a run, its epochs and result, or its batch sizes; writes its figures and page."""
-    spec, results = run.spec, run.end.results if run.end else {}
-    facts = {"method": f"{spec.method}: {METHODS[spec.method]}", "status": run.status, "seed": str(spec.seed)}
-    if spec.task == OWN_CODE:
-        command = repeat = facts["seed"] = ""
-    else:
-        command = repeat = command_for("tune-batch --from" if spec.method == TUNE_BATCH else "run --from", run.folder)
-    if spec.method == TUNE_BATCH:
+    spec, results, is_tuning = run.spec, run.end.results if run.end else {}, run.spec.method == TUNE_BATCH
+    repeat = command_for("tune-batch --from" if is_tuning else "run --from", run.folder)
+    command = repeat = "" if spec.task == OWN_CODE else repeat
+    if is_tuning:
         (sentence, command), rows = recommendation(run), batch_table(run)
         second: TextTable | str = lines(sentence, command)
     else:
@@ -106,10 +97,10 @@ def view_run(run: RunRecord) -> View:
             folder=run.folder,
             title=f"{run.name}: {spec.task}",
             parts=[rows, second, lines(*run_notes(run)), troubles({run.name: run}), *run_figures(run)],
-            details=[about(spec, [run], facts, repeat), all_settings(spec)],
+            details=[about(spec, [run], {}, repeat)],
             rows=rows.as_dicts(),
             command=command,
-            control=None if spec.method == TUNE_BATCH else spec.method_control,
+            control=None if is_tuning else spec.method_control,
         )
     )
 
@@ -139,8 +130,8 @@ def run_table(run: RunRecord) -> TextTable:
 
 
 def result_table(results: Mapping[str, float], goal: Goal) -> TextTable:
-    """Returns the table of a run's final results."""
-    headings = result_headings(results, goal)
+    """Returns the table of a run's final results, without those that are zero, as the allocator's peak on a CPU."""
+    headings = result_headings([name for name, value in results.items() if value], goal)
     cells = [f"{results[name]:.4g}" if name in results else "" for name in headings]
     note = lines(_TIME_NOTE, VIEWS_NOTE if f"{ONE_VIEW}{goal.name}" in headings else "")
     return TextTable(header=list(headings.values()), rows=[cells], title="result", note=note)

@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any, Final
 
-import optuna
-from optuna.distributions import BaseDistribution, FloatDistribution
-from optuna.importance import FanovaImportanceEvaluator
-from optuna.study import StudyDirection
-
-from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import command_for
-from triaccel_ray.service.report.drawing import BLUE, GRAY, METHOD_STYLES, NAVY, Series, metric_against_cost, save
-from triaccel_ray.service.report.provenance import about, all_settings, sharing_note, troubles
+from triaccel_ray.service.report.drawing import BLUE, GRAY, NAVY, ORANGE, RED, Series, metric_against_cost, save
+from triaccel_ray.service.report.provenance import about, sharing_note, troubles
 from triaccel_ray.service.report.report import View, with_page
 from triaccel_ray.service.report.tables import STAR, TextTable, joined, lines
-from triaccel_ray.service.runs.objective import Performance, grace_epochs
-from triaccel_ray.service.runs.record import RunRecord, performance_of
-from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.search import search
+from triaccel_ray.service.runs.objective import Performance
+from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.search.search import (
+    NUM_REPEATS,
     SearchRecord,
     best_repeats,
     best_trial,
     candidates,
     ranked,
     tuned_thresholds_of,
+    value_of,
 )
-from triaccel_ray.service.search.searcher import new_study, trial_name
+from triaccel_ray.service.search.searcher import trial_name
 from triaccel_ray.service.search.spec import dimensions
 from triaccel_ray.service.storage.layout import FIGURES, TRIALS, TUNED_THRESHOLDS
 from triaccel_ray.service.units import counted
 
-MIN_TRIALS: Final = 20
-"""Trials needed for `importance`: fewer say nothing about how much four thresholds matter."""
 _WAYS_OUT: Final[Mapping[str, str]] = {
     "out_of_memory": "give more --memory-headroom or --memory-budget, or a smaller --batch-size",
     "non_finite": "give a smaller --lr",
     "disk_full": "make room, then `triaccel resume`",
 }
 """Cause of a trial's end -> advice to the user."""
+
+
+_BASELINE_STYLES: Final = {"fp32": ("s", RED), "amp": ("D", ORANGE)}
 
 
 def view_search(record: SearchRecord) -> View:
@@ -75,9 +69,7 @@ def view_search(record: SearchRecord) -> View:
             ],
             details=[
                 f"What the loop did in a trial is on a page of its own: {of_a_trial}",
-                importance(record),
                 about(spec.base, runs, facts, command_for("search --from", folder)),
-                all_settings(spec.base),
             ],
             rows=[{**row, "behind AMP": any(cell.endswith(STAR) for cell in cells)} for row, cells in rows],
             command=command,
@@ -96,10 +88,8 @@ def search_table(record: SearchRecord) -> TextTable:
     labels = {name: name.upper() for name in record.baselines if name != "probe"}
     rows = [_row(f"{labels.get(name, name)} again", run, record) for name, run in best_repeats(record).items()]
     rows += [_row(label, record.baselines[name], record) for name, label in labels.items()]
-    rows += [_row(run.name, run, record) for _, run in ranked(record)]
-    without = {run.name: run.status for run in record.trials if run.performance is None}
-    without |= dict.fromkeys(record.damaged, "damaged")
-    rows += [[name, status, *[""] * (len(header) - 2)] for name, status in without.items()]
+    rows += [_row(run.name, run, record) for run in ranked(record)]
+    rows += [[name, "damaged", *[""] * (len(header) - 2)] for name in record.damaged]
     notes = ["figures are those of the epoch named beside them"]
     if objective.reference:
         amp = objective.goal.text(objective.reference[-1])
@@ -107,10 +97,13 @@ def search_table(record: SearchRecord) -> TextTable:
         notes.append(f"best: {objective.name}, among trials of {objective.limit_text} (AMP {amp}, margin {margin})")
         notes.append("*: behind AMP at the same epoch by more than the margin")
     if record.repeats:
-        notes.append(f"again: the best of {search.NUM_REPEATS} more runs, which replaces the first run")
+        notes.append(f"again: the best of {NUM_REPEATS} more runs, which replaces the first run")
     if any(run.status == "stopped" for run in record.trials):
         notes.append("stopped: pruned before its last epoch, hence ranked after all that finished")
-    notes += [sharing_note(spec.base), _unlike(spec.base)]
+    if ranks := spec.base.ranks_text:
+        what = f"compare {objective.goal.words}, not times and scores"
+        notes.append(f"trials train on {ranks}, baselines on one: {what}")
+    notes.append(sharing_note(spec.base))
     return TextTable(
         header=header,
         rows=rows,
@@ -123,7 +116,9 @@ def search_table(record: SearchRecord) -> TextTable:
 def _row(label: str, run: RunRecord, record: SearchRecord) -> list[str]:
     is_trial = run.spec.method == "triaccel"
     num_epochs = run.epochs[-1].epoch if run.epochs else 0
-    thresholds = [each.text(run.spec.control) if is_trial else "" for each in dimensions(record.spec.optional)]
+    thresholds = [
+        format(each.value(run.spec.control), each.form) if is_trial else "" for each in dimensions(record.spec.optional)
+    ]
     performance, cells = run.performance, [""] * 4
     if performance is not None:
         is_behind = is_trial and record.objective.shortfall(num_epochs, performance.metric) > 0
@@ -140,111 +135,45 @@ def missing_runs(record: SearchRecord) -> list[str]:
     return missing + [name for name in map(trial_name, range(record.spec.num_trials)) if name not in begun]
 
 
-_TIE_SHARE = 0.01
-"""Difference between objectives, relative, below which repeats on one machine vary as well."""
-
-
 def recommendation(record: SearchRecord) -> tuple[str, str]:
     """Returns what to train with, the best trial or a baseline that beats it in the search's objective, and a command.
 
     The command is empty if neither a trial nor a baseline can be recommended. An example: no trial has finished, and
     some have not begun.
     """
-    best, objective, compared = best_trial(record), record.objective, candidates(record)
+    best = best_trial(record)
     has_more = len(record.trials) + len(record.damaged) < record.spec.num_trials
     if has_more and not any(run.status == "finished" for run in record.trials):
         return f"{_why_none(record)} Not all has begun: `{command_for('resume', record.folder)}` goes on.", ""
-    performance = {name: run.performance for name, run in compared.items() if run.performance is not None}
-    values = {name: objective.value(compared[name].epochs[-1].epoch, each) for name, each in performance.items()}
+    values = {name: value_of(record, run) for name, run in candidates(record).items()}
     if not values:
         return _why_none(record), ""
     winner = max(values, key=lambda name: values[name])  # the trial wins ties
-    sentence = _why_none(record)
-    if best is not None:
-        texts = {name: _figure_text(objective.name, each, objective.goal) for name, each in performance.items()}
-        own = texts.pop(best.name)
-        sentence = f"The best trial, {best.name}, has {own}{''.join(f', {n.upper()} {t}' for n, t in texts.items())}."
-        if objective.name != "metric" and (unlike := _unlike(record.spec.base)):
-            sentence += f" But {unlike}."
-        if winner == best.name:
-            nearest = max((name for name in values if name != winner), key=lambda name: values[name], default=None)
-            if nearest is not None and values[winner] - values[nearest] <= _TIE_SHARE * abs(values[winner]):
-                sentence += f" {nearest.upper()} alone is as good within {_TIE_SHARE:.0%}."
-            return f"{sentence} To train with its thresholds:", command_for("run --from", best.folder)
+    by = f"by the objective {record.objective.name}, as the table shows"
+    if best is not None and winner == best.name:
+        sentence = f"No baseline beats the best trial, {winner}, {by}. To train with its thresholds:"
+        return sentence, command_for("run --from", best.folder)
+    why = _why_none(record) if best is None else f"{winner.upper()} beats the best trial, {best.name}, {by}."
     command = command_for("run --from", record.baselines[winner].folder)
-    return f"{sentence} On this task and hardware train with {winner.upper()}:", command
-
-
-def _unlike(spec: RunSpec) -> str:
-    """Returns a note that trials and baselines trained on unlike hardware; empty if they did not."""
-    if not spec.is_distributed:
-        return ""
-    return f"trials train on {spec.ranks_text}, baselines on one: compare {spec.goal.words}, not times and scores"
-
-
-def _figure_text(objective: str, performance: Performance, goal: Goal) -> str:
-    """Returns the figure that the search optimized, as text."""
-    match objective:
-        case "metric":
-            return f"{goal.words} {goal.text(performance.metric)}"
-        case "time":
-            return f"{performance.seconds:.4g} s an epoch"
-        case "memory":
-            return f"a peak of {performance.peak_gb:.4g} GB"
-    return f"score {performance.score:.4g}"
+    return f"{why} On this task and hardware train with {winner.upper()}:", command
 
 
 def _why_none(record: SearchRecord) -> str:
-    ends = Counter(run.status for run in record.trials)
-    if not ends["finished"]:
-        counts = ", ".join(f"{count} {status}" for status, count in ends.most_common() if count) or "none has begun"
-        causes = {run.end.cause for run in record.trials if run.end is not None}
-        way_out = "; ".join(way for cause, way in _WAYS_OUT.items() if cause in causes)
-        if not causes - {""} and ends["stopped"]:
-            way_out = "all were pruned, too far behind AMP: try --lr-rule linear, more epochs or a larger --margin"
-        way_out = way_out or "see the reasons below, then `triaccel resume` tries them again"
-        return f"No trial ran to its end ({counts}): {way_out}."
-    failed = sum(count for status, count in ends.items() if status.startswith("failed"))
-    reasons = f" {failed} failed; the page lists the reasons." if failed else ""
-    limit, margin = record.objective.goal.text(record.objective.limit), record.objective.margin_text
-    return (
-        f"{counted(ends['finished'], 'trial')} finished, and none reaches {limit} (AMP with a margin of {margin}): "
-        f"allow more trials, more epochs or a larger --margin.{reasons}"
-    )
-
-
-def importance(record: SearchRecord) -> str:
-    """Returns how much each threshold explains of the differences between trials; empty with fewer than MIN_TRIALS.
-
-    Trials are compared after the epochs that each of them trains, pruned ones included. The target is a trial's rank by
-    the objective: the values jump from percentage points to scores when trials become feasible.
-
-    Source: Hutter, Hoos and Leyton-Brown, An Efficient Approach for Assessing Hyperparameter Importance, ICML 2014.
-    """
-    epoch, judged = grace_epochs(record.spec.base.recipe.epochs), list[tuple[float, dict[str, float]]]()
-    for run in record.trials:
-        at = {scale.name: scale.position(run.spec.control) for scale in dimensions(record.spec.optional)}
-        performance = next(
-            (performance_of(each, record.spec.base.goal) for each in run.epochs if each.epoch == epoch), None
+    """Returns why there is no best trial."""
+    ends, objective = Counter(run.status for run in record.trials), record.objective
+    if ends["finished"]:
+        limit, margin = objective.goal.text(objective.limit), objective.margin_text
+        return (
+            f"{counted(ends['finished'], 'trial')} finished, and none reaches {limit} (AMP with a margin of {margin}): "
+            "allow more trials, more epochs or a larger --margin."
         )
-        if performance is not None and all(map(math.isfinite, at.values())):
-            judged.append((record.objective.value(epoch, performance), at))
-    values = sorted({value for value, _ in judged})
-    if len(judged) < MIN_TRIALS or len(values) < 2:
-        return ""
-    columns = {name: [at[name] for _, at in judged] for name in judged[0][1]}
-    ranges: dict[str, BaseDistribution] = {
-        name: FloatDistribution(min(column), max(column)) for name, column in columns.items()
-    }
-    study = new_study([StudyDirection.MINIMIZE])
-    for value, at in judged:
-        study.add_trial(optuna.create_trial(params=at, distributions=ranges, value=float(values.index(value))))
-    shares = optuna.importance.get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
-    return (
-        f"Importance of each threshold: {', '.join(f'{name} {share:.0%}' for name, share in shares.items())} "
-        f"(functional analysis of variance of the ranks of {len(judged)} trials after epoch {epoch}). tau_low and "
-        "tau_high move together, and so do rho_low and rho_high: of such a pair read the sum."
-    )
+    counts = ", ".join(f"{count} {status}" for status, count in ends.most_common() if count) or "none has begun"
+    causes = {run.end.cause for run in record.trials if run.end is not None}
+    way_out = "; ".join(way for cause, way in _WAYS_OUT.items() if cause in causes)
+    if not causes - {""} and ends["stopped"]:
+        way_out = "all were pruned, too far behind AMP: try --lr-rule linear, more epochs or a larger --margin"
+    way_out = way_out or "see the reasons below, then `triaccel resume` tries them again"
+    return f"No trial ran to its end ({counts}): {way_out}."
 
 
 def outcomes(record: SearchRecord) -> list[Series]:
@@ -270,7 +199,7 @@ def outcomes(record: SearchRecord) -> list[Series]:
             look = {**hollow, "color": NAVY, "markersize": 14.0, "markeredgewidth": 1.6}
         else:
             label = name.upper()
-            marker, color = METHOD_STYLES[name]
+            marker, color = _BASELINE_STYLES[name]
             look = {"marker": marker, "color": color, "markersize": 9.0, "markeredgecolor": "white"}
         series.append(Series(label=label, points=performance, look=look))
     return [each for each in series if each.points]

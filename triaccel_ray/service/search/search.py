@@ -25,7 +25,7 @@ from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trial import TrialContext, reopen
 from triaccel_ray.service.search.searcher import JournaledSearcher
-from triaccel_ray.service.search.spec import SearchSpec
+from triaccel_ray.service.search.spec import SearchSpec, dimensions
 from triaccel_ray.service.storage.layout import (
     BASELINES,
     EVENTS,
@@ -198,18 +198,14 @@ def read_search(folder: Path) -> SearchRecord:
     )
 
 
-def ranked(record: SearchRecord) -> list[tuple[float, RunRecord]]:
-    """Returns the trials that have figures, best first, each with its objective value.
-
-    Finished trials come before stopped ones, whose figures may be those of three epochs.
-    """
-    valued = [(_value(record, run), run) for run in record.trials if run.performance is not None]
-    return sorted(valued, key=lambda pair: (pair[1].status != "finished", -pair[0], pair[1].name))
+def ranked(record: SearchRecord) -> list[RunRecord]:
+    """Returns the trials, best first: finished ones come before stopped ones, whose figures may be of three epochs."""
+    return sorted(record.trials, key=lambda run: (run.status != "finished", -value_of(record, run), run.name))
 
 
 def best_trial(record: SearchRecord) -> RunRecord | None:
     """Returns the best finished trial that is feasible; None when there is none."""
-    return next((run for value, run in ranked(record) if value > 0 and run.status == "finished"), None)
+    return next((run for run in ranked(record) if run.status == "finished" and value_of(record, run) > 0), None)
 
 
 def candidates(record: SearchRecord) -> dict[str, RunRecord]:
@@ -228,10 +224,10 @@ def candidates(record: SearchRecord) -> dict[str, RunRecord]:
 def best_repeats(record: SearchRecord) -> dict[str, RunRecord]:
     """Returns the best finished repeat of each repeated run, by the run's name."""
     finished = {name: [run for run in runs if is_finished(run)] for name, runs in record.repeats.items()}
-    return {name: max(runs, key=partial(_value, record)) for name, runs in finished.items() if runs}
+    return {name: max(runs, key=partial(value_of, record)) for name, runs in finished.items() if runs}
 
 
-def _value(record: SearchRecord, run: RunRecord) -> float:
+def value_of(record: SearchRecord, run: RunRecord) -> float:
     """Returns the objective value of a run; minus infinity without figures."""
     performance = run.performance
     return -math.inf if performance is None else record.objective.value(run.epochs[-1].epoch, performance)
@@ -257,8 +253,10 @@ def tuned_thresholds_of(record: SearchRecord) -> TunedThresholds | None:
     best, compared = best_trial(record), candidates(record)
     if best is None or "amp" not in compared or record.prepared is None:
         return None
-    control, searched, info = best.spec.control, record.spec.optional, best.start.info
-    steps = ("step_up", "step_down") if "batch_steps" in searched else ()
+    info, searched = (
+        best.start.info,
+        {each.path: each.value(best.spec.control) for each in dimensions(record.spec.optional)},
+    )
     began = next(read_events(best.folder / EVENTS)).time_ms / 1000
     return TunedThresholds(
         task=best.spec.task,
@@ -270,14 +268,19 @@ def tuned_thresholds_of(record: SearchRecord) -> TunedThresholds | None:
         num_trials=len(record.trials),
         num_finished=sum(run.status == "finished" for run in record.trials),
         headroom_bytes=record.prepared.headroom_bytes,
-        precision={name: getattr(control.precision, name) for name in ("tau_low", "tau_high")},
-        batch={name: getattr(control.batch, name) for name in ("rho_low", "rho_high", *steps)},
-        curvature={name: getattr(control.curvature, name) for name in ("alpha", "tau_curv") if name in searched},
-        every_steps=control.every_steps if "t_ctrl" in searched else None,
+        precision=_part("precision", searched),
+        batch=_part("batch", searched),
+        curvature=_part("curvature", searched),
+        every_steps=searched.get("every_steps"),
         amp=_result(compared["amp"]),
         best=_result(compared[best.name]),
         trials_per_gpu=best.spec.trials_per_gpu,
     )
+
+
+def _part(part: str, searched: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of one part of the configuration, by the name of its field."""
+    return {path.removeprefix(f"{part}."): value for path, value in searched.items() if path.startswith(f"{part}.")}
 
 
 def _result(run: RunRecord) -> Result:

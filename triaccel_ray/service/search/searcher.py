@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,7 +57,10 @@ class JournaledSearcher(Searcher):
         if self._journal.exists():
             os.truncate(self._journal, self._journal.read_bytes().rfind(b"\n") + 1)
         directions = [StudyDirection.MAXIMIZE if each else StudyDirection.MINIMIZE for each in maximized.values()]
-        self._study = new_study(directions)
+        verbosity = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)  # no report of the study on standard error
+        self._study = optuna.create_study(directions=directions)
+        optuna.logging.set_verbosity(verbosity)
         for sample in samples or [{name: ANCHOR[name] for name in space}]:
             self._study.enqueue_trial(dict(sample))
         self._trials: dict[str, tuple[str, optuna.trial.Trial]] = {}
@@ -127,15 +130,6 @@ class JournaledSearcher(Searcher):
             file.write(json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-
-
-def new_study(directions: Sequence[StudyDirection]) -> optuna.Study:
-    """Returns a study in memory, without Optuna's report of it on standard error."""
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(directions=directions)
-    optuna.logging.set_verbosity(verbosity)
-    return study
 
 
 def trial_name(number: int) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from operator import attrgetter
+from typing import Any, Final, Literal
 
 from triaccel_ray.config import ControlConfig, check_fields, knob
 from triaccel_ray.service.runs.objective import ObjectiveName
@@ -42,36 +42,28 @@ class Dimension:
     """One threshold."""
 
     name: str
-    value: Callable[[ControlConfig], float]
+    path: str
+    """Dotted name of its field in `ControlConfig`."""
     form: str
     """Format specification for display."""
-    log: bool = False
-    """Whether its scale is logarithmic."""
     option: str = ""
     """Its name in `triaccel_ray.search_spaces.thresholds.OPTIONAL`; empty if it is always searched."""
 
-    def text(self, control: ControlConfig) -> str:
-        """Returns its value in `control`, formatted for display."""
-        return format(self.value(control), self.form)
-
-    def position(self, control: ControlConfig) -> float:
-        """Returns its position on this scale; NaN if it has none, such as zero on a logarithmic scale."""
-        value = self.value(control)
-        if self.log:
-            value = math.log10(value) if value > 0.0 else math.nan
-        return value if math.isfinite(value) else math.nan
+    def value(self, control: ControlConfig) -> Any:
+        """Returns its value in `control`."""
+        return attrgetter(self.path)(control)
 
 
 _DIMENSIONS: Final = (
-    Dimension("tau_low", lambda control: control.precision.tau_low, ".2e", log=True),
-    Dimension("tau_high", lambda control: control.precision.tau_high, ".2e", log=True),
-    Dimension("rho_low", lambda control: control.batch.rho_low, ".3f"),
-    Dimension("rho_high", lambda control: control.batch.rho_high, ".3f"),
-    Dimension("alpha", lambda control: control.curvature.alpha, ".2g", log=True, option="alpha"),
-    Dimension("tau_curv", lambda control: control.curvature.tau_curv, ".3g", log=True, option="tau_curv"),
-    Dimension("t_ctrl", lambda control: control.every_steps, ".0f", option="t_ctrl"),
-    Dimension("step_up", lambda control: control.batch.step_up, ".0f", option="batch_steps"),
-    Dimension("step_down", lambda control: control.batch.step_down, ".0f", option="batch_steps"),
+    Dimension("tau_low", "precision.tau_low", ".2e"),
+    Dimension("tau_high", "precision.tau_high", ".2e"),
+    Dimension("rho_low", "batch.rho_low", ".3f"),
+    Dimension("rho_high", "batch.rho_high", ".3f"),
+    Dimension("alpha", "curvature.alpha", ".2g", option="alpha"),
+    Dimension("tau_curv", "curvature.tau_curv", ".3g", option="tau_curv"),
+    Dimension("t_ctrl", "every_steps", ".0f", option="t_ctrl"),
+    Dimension("step_up", "batch.step_up", ".0f", option="batch_steps"),
+    Dimension("step_down", "batch.step_down", ".0f", option="batch_steps"),
 )
 
 

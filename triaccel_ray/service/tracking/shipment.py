@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from triaccel_ray.records.events import End, Event, Interruption, LogError, Star
 from triaccel_ray.service.report.run import view_run
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import (
+    BASELINES,
     COMPARISON,
     ERROR,
     EVENTS,
@@ -34,9 +35,6 @@ from triaccel_ray.service.tracking.tracker import Tracker
 ARTIFACTS = (EVENTS, SPEC, TUNED_THRESHOLDS, COMPARISON, FIXED_SETTING, REPORT, ERROR, FIGURES)
 """Files and folders of a run that are uploaded as artifacts when it ends."""
 
-MAX_PARAM_LENGTH = 6000
-"""Characters of a param's value that MLflow accepts; longer values are truncated."""
-
 LOCK_TIMEOUT_S = 10.0
 
 _STATUS: Mapping[str, str] = {
@@ -50,20 +48,14 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunDescription:
-    """Name, key and tags of a new MLflow run."""
+class ParentRun:
+    """The MLflow run of a search or comparison, the parent of the runs below its folder."""
 
-    experiment: str
-    name: str
-    key: str
-    """Key by which the run is found again; its start time is appended."""
     tags: Mapping[str, str] = field(default_factory=dict)
-    is_parent: bool = False
-    """Whether it is the MLflow parent of other runs: it has no epochs, and its command writes its report page."""
-    is_pruned: Callable[[], bool] = lambda: False
-    """Returns whether a stopped run was pruned by its search."""
+    pruned: Callable[[], Container[str]] = tuple
+    """Returns the names of the runs that the search has pruned."""
     closing_tags: Callable[[], Mapping[str, str]] = dict
-    """Returns the tags to add when the run ends."""
+    """Returns the tags that are known only at its end."""
 
 
 class Shipment:
@@ -76,26 +68,42 @@ class Shipment:
     a new MLflow run of the same key and name. The old one is deleted.
     """
 
-    def __init__(self, tracker: Tracker, folder: Path, description: RunDescription) -> None:
-        """Stores the arguments; `folder` must exist before anything is shipped."""
-        self.folder = folder
-        self._tracker, self._description = tracker, description
-        self._path = folder / EVENTS
+    def __init__(
+        self, tracker: Tracker, folder: Path, root: Path, *, experiment: str, parent: ParentRun | None = None
+    ) -> None:
+        """Stores the arguments; `folder` must exist before anything is shipped.
+
+        With a `parent`, `folder` is that of the parent itself, which is `root`, or of a run below it. MLflow shows the
+        baselines of a search beside it, not as its children.
+        """
+        is_baseline = parent is not None and folder.parent == root / BASELINES and folder.name != "probe"
+        self._is_parent = parent is not None and folder == root
+        self._is_child = parent is not None and folder != root and not is_baseline
+        self._parent = parent or ParentRun()
+        self._name = f"{folder.name} of {root.name}" if is_baseline else folder.name
+        self._tags = self._parent.tags if self._is_parent else {}
+        if is_baseline:
+            self._tags = {"kind": "baseline", "search": root.name}
+        self._key = str(folder.relative_to(root.parent)).replace("'", "_")
+        """Key by which the run is found again; its start time is appended."""
+        self._tracker, self._experiment = tracker, experiment
+        self.folder, self._path = folder, folder / EVENTS
         self._seen: tuple[int, int, int] | None = None
         """Inode, bytes and mtime (ns) of the log when it was last shipped to its end; None before."""
-        self._shipped: ShipmentState | None = None
-        """What has arrived; its MLflow run exists in the store. None until loaded, or if nothing was sent."""
+        self._nothing = ShipmentState(store=tracker.uri, key="", experiment=experiment)
+        self._shipped = self._nothing
+        """What has arrived, once loaded; its MLflow run exists in the store."""
 
     def open(self) -> str:
         """Returns the id of the MLflow run, created if needed even before the first event; for parent runs."""
-        if self._shipped is not None and self._shipped.run_id is not None:
+        if self._shipped.run_id is not None:
             return self._shipped.run_id
         with self._lock():
             self._load()
             return self._open(parent_id=None, start_ms=time.time_ns() // 1_000_000)
 
     def ship(self, parent_id: str | None = None) -> int:
-        """Ships the log's new events and returns their number; a new MLflow run becomes a child of `parent_id`.
+        """Ships the log's new events and returns their number; a new run of a trial becomes a child of `parent_id`.
 
         Raises:
             LogError: the log is damaged.
@@ -132,8 +140,7 @@ class Shipment:
         Raises:
             TruncatedLogError: records that were shipped are no longer in the log.
         """
-        num_events, end = 0, None
-        position = Position() if self._shipped is None else self._shipped.position
+        num_events, end, position = 0, None, self._shipped.position
         for lines in lines_after(position, self._path):
             numbered = enumerate(lines, position.num_lines + 1)
             events = [parse_event(line, f"event log {self._path}, line {number}") for number, line in numbered]
@@ -171,11 +178,8 @@ class Shipment:
 
     def _restart_in_new_run(self) -> None:
         """Records that the log now goes to a new MLflow run from its start; a parent run keeps its MLflow run."""
-        old = self._shipped
-        assert old is not None
-        fresh = ShipmentState(store=old.store, key=old.key, experiment=old.experiment)
-        is_kept = self._description.is_parent
-        self._write(replace(fresh, run_id=old.run_id) if is_kept else replace(fresh, replaces=old.run_id))
+        run: dict[str, Any] = {} if self._is_parent else {"run_id": None, "replaces": self._shipped.run_id}
+        self._save(position=Position(), end_ms=None, **run)
 
     def _ship_end(self, end: Event | None) -> int:
         """Ends the MLflow run if the log's end is a new one, or reopens it if the end is gone.
@@ -184,15 +188,14 @@ class Shipment:
             TruncatedLogError: an end with results was shipped and is no longer in the log.
         """
         end_ms = None if end is None else end.time_ms
-        shipped_ms = None if self._shipped is None else self._shipped.end_ms
+        shipped_ms = self._shipped.end_ms
         if end_ms == shipped_ms:
             return 0
         client = self._tracker.client
-        has_lost_its_end = shipped_ms is not None and not self._description.is_parent
-        if has_lost_its_end and any(
-            name.startswith(RESULT_PREFIX) for name in client.get_run(self._run_id).data.metrics
-        ):
-            raise TruncatedLogError
+        if shipped_ms is not None and not self._is_parent:
+            metrics = client.get_run(self._run_id).data.metrics
+            if any(name.startswith(RESULT_PREFIX) for name in metrics):
+                raise TruncatedLogError
         if end is not None:
             self._finish(end)
             return 1
@@ -203,18 +206,16 @@ class Shipment:
 
     def _open(self, parent_id: str | None, start_ms: int) -> str:
         """Returns the run's id, creating it if needed; its key can be derived again if `mlflow.json` is lost."""
-        description = self._description
-        shipped = self._shipped or ShipmentState(
-            store=self._tracker.uri, key=f"{description.key}@{start_ms}", experiment=description.experiment
-        )
+        shipped, name, tags = self._shipped, self._name, self._tags
         if shipped.run_id is not None:
             return shipped.run_id
-        self._write(shipped)
-        name, tags = description.name, description.tags
+        key = shipped.key or f"{self._key}@{start_ms}"
+        self._save(key=key)
         if shipped.replaces is not None:  # first: the key must identify one run
             name, tags = self._tracker.retire(shipped.replaces, name, tags)
+        parent_id = parent_id if self._is_child else None
         run_id = self._tracker.open_run(
-            description.experiment, name, key=shipped.key, tags=tags, parent_id=parent_id, start_ms=start_ms
+            self._experiment, name, key=key, tags=tags, parent_id=parent_id, start_ms=start_ms
         )
         self._save(run_id=run_id)
         return run_id
@@ -222,16 +223,16 @@ class Shipment:
     def _finish(self, event: Event) -> None:
         end, client, run_id = event.record, self._tracker.client, self._run_id
         assert isinstance(end, End)
-        assert self._shipped is not None
-        outcome = "pruned" if end.status == "stopped" and self._description.is_pruned() else end.status
-        tags = {"outcome": outcome, **self._description.closing_tags()}
+        is_pruned = end.status == "stopped" and self.folder.name in self._parent.pruned()
+        outcome = "pruned" if is_pruned else end.status
+        tags = {"outcome": outcome, **(self._parent.closing_tags() if self._is_parent else {})}
         failure = ": ".join(filter(None, (end.cause, end.message)))
         if failure:
             tags["failure"] = failure
         self._log(tags=tags, metrics_of_events=[event])
         if not failure and "failure" in client.get_run(run_id).data.tags:  # left by an earlier end
             client.delete_tag(run_id, "failure")
-        if not self._description.is_parent:
+        if not self._is_parent:  # whose command writes its page
             self._draw_figures()
         for path in (self.folder / name for name in ARTIFACTS):
             if path.is_dir():
@@ -251,7 +252,7 @@ class Shipment:
 
     @property
     def _run_id(self) -> str:
-        if self._shipped is None or self._shipped.run_id is None:
+        if self._shipped.run_id is None:
             raise LogError(f"event log {self._path} does not begin with a start record: it is damaged or was cut")
         return self._shipped.run_id
 
@@ -274,7 +275,7 @@ class Shipment:
         self._tracker.client.log_batch(
             self._run_id,
             metrics=metrics,
-            params=[Param(name, value[:MAX_PARAM_LENGTH]) for name, value in (params or {}).items()],
+            params=[Param(name, value) for name, value in (params or {}).items()],
             tags=[RunTag(name, value) for name, value in (tags or {}).items()],
             synchronous=True,
         )
@@ -285,12 +286,11 @@ class Shipment:
         Raises:
             ValueError: `mlflow.json` is damaged, or its run was deleted in MLflow.
         """
-        shipped = read_shipment_state(self.folder)
-        if shipped is not None and shipped != self._shipped:
+        shipped = read_shipment_state(self.folder) or self._nothing
+        if shipped != self._shipped:
             # A SQLite file may have been moved together with the runs: the run's id decides, not the store's URI.
-            if not self._has_run(shipped):
-                shipped = ShipmentState(store=shipped.store, key=shipped.key, experiment=self._description.experiment)
-            shipped = replace(shipped, store=self._tracker.uri)
+            has_run = self._has_run(shipped)
+            shipped = replace(shipped, store=self._tracker.uri) if has_run else replace(self._nothing, key=shipped.key)
         self._shipped = shipped
 
     def _has_run(self, shipped: ShipmentState) -> bool:
@@ -308,11 +308,5 @@ class Shipment:
         return True
 
     def _save(self, **changes: Any) -> None:
-        assert self._shipped is not None
-        changed = replace(self._shipped, **changes)
-        if changed != self._shipped:
-            self._write(changed)
-
-    def _write(self, shipped: ShipmentState) -> None:
-        write_value(self.folder / SHIPPED, shipped)
-        self._shipped = shipped
+        self._shipped = replace(self._shipped, **changes)
+        write_value(self.folder / SHIPPED, self._shipped)

@@ -13,13 +13,12 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from triaccel_ray.service.failures import is_disk_full
-from triaccel_ray.service.storage.layout import BASELINES, EVENTS
-from triaccel_ray.service.tracking.shipment import RunDescription, Shipment
+from triaccel_ray.service.storage.layout import EVENTS
+from triaccel_ray.service.tracking.shipment import ParentRun as ParentRun
+from triaccel_ray.service.tracking.shipment import Shipment
 from triaccel_ray.service.tracking.tracker import Tracker, TrackingUnavailableError
 
 MAX_PAUSE_S = 60.0
@@ -28,17 +27,6 @@ _SQLITE_FULL = "database or disk is full"
 """SQLite's message, raised here or returned by a server."""
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParentRun:
-    """The MLflow run of a search or comparison, the parent of the runs below its folder."""
-
-    tags: Mapping[str, str] = field(default_factory=dict)
-    pruned: Callable[[], Container[str]] = tuple
-    """Returns the names of the runs that the search has pruned."""
-    closing_tags: Callable[[], Mapping[str, str]] = dict
-    """Returns the tags that are known only at its end."""
 
 
 class Shipper:
@@ -110,8 +98,7 @@ class Shipper:
                 parent_id = None if self._parent is None else self._shipment(self._root).open()
                 for folder in self._folders():
                     try:
-                        is_child = folder != self._root and not self._is_baseline(folder)
-                        num_events += self._shipment(folder).ship(parent_id if is_child else None)
+                        num_events += self._shipment(folder).ship(parent_id)
                     except TrackingUnavailableError:
                         raise
                     except Exception as failure:
@@ -145,25 +132,10 @@ class Shipper:
 
     def _shipment(self, folder: Path) -> Shipment:
         if folder not in self._shipments:
-            self._shipments[folder] = Shipment(self._tracker, folder, self._description_of(folder))
+            self._shipments[folder] = Shipment(
+                self._tracker, folder, self._root, experiment=self._experiment, parent=self._parent
+            )
         return self._shipments[folder]
-
-    def _description_of(self, folder: Path) -> RunDescription:
-        root, parent = self._root, self._parent
-        key = str(folder.relative_to(root.parent)).replace("'", "_")
-        description = RunDescription(experiment=self._experiment, name=folder.name, key=key)
-        if parent is None:
-            return description
-        if folder == root:
-            return replace(description, tags=parent.tags, is_parent=True, closing_tags=parent.closing_tags)
-        if self._is_baseline(folder):
-            tags = {"kind": "baseline", "search": root.name}
-            description = replace(description, name=f"{folder.name} of {root.name}", tags=tags)
-        return replace(description, is_pruned=lambda: folder.name in parent.pruned())
-
-    def _is_baseline(self, folder: Path) -> bool:
-        """Returns whether the run is a search's baseline; MLflow shows it beside the search, not as its child."""
-        return self._parent is not None and folder.parent == self._root / BASELINES and folder.name != "probe"
 
     def _describe(self, folder: Path, failure: Exception) -> str:
         if _SQLITE_FULL in str(failure):

@@ -229,27 +229,19 @@ class Tracker:
         return [str(run.info.run_id) for run in found]
 
     def _check_file(self, path: Path) -> None:
-        try:
-            existing = next(each for each in (path, *path.parents) if each.exists())
-        except OSError as error:
-            raise self._unavailable(f"cannot be read ({error.strerror}); name a file in a folder of yours") from error
-        if existing == path and not path.is_file():
-            raise self._unavailable("is not a file; name a file in that folder")
-        if existing != path and not existing.is_dir():
-            raise self._unavailable(f"cannot be created, for {existing} is no folder")
+        existing = next(each for each in (path, *path.parents) if os.path.exists(each))
         if not os.access(existing, os.W_OK):
             raise self._unavailable("cannot be written; name a file in a folder of yours")
-        tables = self._tables(path) if existing == path else set()
-        if tables and "experiments" not in tables:
-            raise self._unavailable(f"is a database of something else (tables {', '.join(sorted(tables)[:3])}, ...)")
-
-    def _tables(self, path: Path) -> set[str]:
+        if existing != path:
+            return
         query = "SELECT name FROM sqlite_master WHERE type = 'table'"
         try:
             with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
-                return {str(name) for (name,) in connection.execute(query)}
+                tables = sorted(str(name) for (name,) in connection.execute(query))
         except sqlite3.DatabaseError as error:
             raise self._unavailable(f"is not a SQLite database ({error}); name another file") from error
+        if tables and "experiments" not in tables:
+            raise self._unavailable(f"is a database of something else (tables {', '.join(tables[:3])}, ...)")
 
     def _check_server(self) -> None:
         try:
