@@ -210,7 +210,7 @@ def test_a_comparison_end_to_end(
     assert {run.tags["mlflow.parentRunId"] for run in recorded.values()} == {parent.id}
     assert {run.status for run in (parent, *recorded.values())} == {"FINISHED"}
     assert {"final/amp/accuracy_mean", "final/fixed/score_mean"} <= parent.keys
-    files = {"comparison.json", "fixed.json", "report.html"}
+    files = {"comparison.json", "fixed.json", "report.html", "figures/accuracy_against_cost.png"}
     assert files <= terminal.artifacts(parent)
 
     # cut off: the choice and one trial are missing; the logs of a final run and of the whole never got their beginning

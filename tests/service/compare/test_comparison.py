@@ -1,6 +1,5 @@
 import math
 from dataclasses import replace
-from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from triaccel_ray.service.compare.comparison import (
 )
 from triaccel_ray.service.compare.spec import ABLATION, ComparisonSpec
 from triaccel_ray.service.report.comparison import (
-    best_of,
     comparison_tables,
     differences_table,
     paired_differences,
@@ -31,14 +29,13 @@ from triaccel_ray.service.report.comparison import (
     view_comparison,
 )
 from triaccel_ray.service.report.report import show
-from triaccel_ray.service.report.tables import TextTable
+from triaccel_ray.service.report.tables import RESULT_HEADINGS, TextTable
 from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.storage.layout import COMPARISON, FIXED_SETTING, create_with_spec, write_value
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 
 METHODS = ("fp32", "amp", "engine-amp", "triaccel")
-FIGURES = ("seconds_per_epoch", "peak_gb", "allocated_peak_gb", "score")
 CHOSEN = FixedSetting(precision=Precision.FP32, batch_size=64)
 
 
@@ -48,7 +45,7 @@ def comparison(methods: tuple[str, ...] = METHODS, **settings: Any) -> Compariso
 
 def results(method: str, *accuracies: float, **others: tuple[float, ...]) -> MethodResults:
     """Results of seeds 0, 1, ...: these accuracies; other figures as given, else a hundredth of the accuracy."""
-    hundredths = dict.fromkeys(FIGURES, tuple(a / 100 for a in accuracies))
+    hundredths = dict.fromkeys(RESULT_HEADINGS, tuple(a / 100 for a in accuracies))
     figures = {"accuracy": accuracies, **hundredths, **others}
     by_seed = {seed: {name: values[seed] for name, values in figures.items()} for seed in range(len(accuracies))}
     return MethodResults(method=method, by_seed=by_seed)
@@ -72,7 +69,7 @@ def record_of(spec: ComparisonSpec, folder: Path = Path("versus"), log: Path = P
     for name, run in final_runs(spec, fixed).items():
         place = spec.all_methods.index(run.method)
         value = 80.0 + place + run.seed * (1.0 + place / 10)
-        end = End(status="finished", results=dict.fromkeys(FIGURES, value / 10) | {"accuracy": value})
+        end = End(status="finished", results=dict.fromkeys(RESULT_HEADINGS, value / 10) | {"accuracy": value})
         runs[name] = replace(run_of(name), spec=run, end=end, folder=log)
     return ComparisonRecord(folder=folder, spec=spec, fixed=fixed, runs=runs)
 
@@ -155,40 +152,49 @@ def test_table_1_has_mean_and_deviation_without_exponents() -> None:
     assert table.header[-1] == "by one view %"
     assert [row[-1] for row in table.rows] == ["89.5 ± 0.71", ""]
     assert "by one view: by the sample as it is" in table.note
+    assert "only 2 of 3 runs were judged by several views: not comparable" in table.note
     del rows[0].by_seed[1]["one_view_accuracy"]  # type: ignore[attr-defined]  # what a run lacks has no mean
-    assert [row[-1] for row in table_of(*rows).rows] == ["in 1 of 2", ""]
+    table = table_of(*rows)
+    assert [(row[2], row[-1]) for row in table.rows] == [("90.5 ± 0.71", ""), ("90", "")]
+    assert "only 1 of 3 runs were judged by several views: not comparable" in table.note
 
 
 def test_the_score_is_shown_by_every_reading_and_whether_they_agree() -> None:
-    def readings(*methods: str, **allocated: float) -> TextTable:
-        """Of two seeds with 90 and 92 %; triaccel takes half the process's memory, and other allocator's."""
-        runs = {}
-        for (name, seed), accuracy in zip(product(methods, (0, 1)), cycle((90.0, 92.0)), strict=False):
-            run = replace(run_of(name, num_epochs=1), spec=replace(FINAL_SPEC, method=name, seed=seed))
-            memory = {"peak_gb": 1.0 if name == "triaccel" else 2.0, "allocated_peak_gb": allocated.get(name, 0.0)}
-            end = End(status="finished", results={"accuracy": accuracy, "seconds_per_epoch": 5.0, **memory})
-            runs[f"{name}{seed}"] = replace(run, end=end)
-        record = ComparisonRecord(folder=Path("versus"), spec=comparison(methods), runs=runs)
-        return readings_table("", {method: record.results(method) for method in (*methods, "fp32")})
-
-    table = readings("amp", "triaccel", amp=0.5, triaccel=1.0)
-    assert list(table.header[2:]) == list(READINGS)
-    cells = {row[0]: dict(zip(READINGS, row[2:], strict=True)) for row in table.rows}
-    assert cells["amp"]["whole run s, process GB"] == "4.55 ± 0.071"  # 90 and 92 over 10 s and 2 GB
-    assert cells["amp"]["s/epoch, allocator GB"] == "36.4 ± 0.57"
+    amp = results("amp", 90.0, 92.0, training_seconds=(10.0, 10.0), peak_gb=(2.0, 2.0), allocated_peak_gb=(0.5, 0.5))
+    fast = results(
+        "triaccel", 90.0, 92.0, training_seconds=(9.0, 9.0), peak_gb=(1.0, 1.0), allocated_peak_gb=(1.0, 1.0)
+    )
+    rows = {each.method: each for each in (amp, fast, results("fp32"))}
+    table = readings_table("", rows, Goal())
+    assert list(table.header) == ["method", *READINGS]
+    cells = {row[0]: dict(zip(READINGS, row[1:], strict=True)) for row in table.rows}
+    assert cells["amp"]["whole run s, process GB"] == "4.55 ± 0.071"  # 90 and 92 over 20
+    assert cells["triaccel"]["whole run s, allocator GB"] == "10.11 ± 0.16"
     assert set(cells["fp32"].values()) == {""}
     assert table.note.endswith(
-        "the readings disagree on the best mean: triaccel by s/epoch, process GB, amp by s/epoch, allocator GB, "
+        "the readings disagree: triaccel by s/epoch, process GB, amp by s/epoch, allocator GB, "
         "triaccel by whole run s, process GB, amp by whole run s, allocator GB"
     )
-    table = readings("amp", "triaccel")
-    assert list(table.header[2:]) == ["s/epoch, process GB", "whole run s, process GB"]  # as on a CPU
-    assert table.note.endswith("triaccel has the best mean by every reading")
-    assert "best" not in readings("amp").note
-    one, two = results("fp32", 99.0), results("amp", 90.0, 90.0)
-    assert best_of({"fp32": one, "amp": two}) == "amp"  # fp32 has one seed alone
-    del two.by_seed[0]["score"]  # type: ignore[attr-defined]
-    assert best_of({"fp32": one, "amp": two}) == ""
+    for figures in (figures for each in rows.values() for figures in each.by_seed.values()):
+        figures["allocated_peak_gb"] = 0.0  # type: ignore[index]  # as on a CPU
+    table = readings_table("", rows, Goal())
+    assert list(table.header) == ["method", "s/epoch, process GB", "whole run s, process GB"]
+    assert table.note.endswith("triaccel leads by every reading")
+    assert "leads" not in readings_table("", {"amp": amp}, Goal()).note
+    near = {**rows, "engine-amp": results("engine-amp", 89.9, 91.9, training_seconds=(9.0, 9.0), peak_gb=(1.0, 1.0))}
+    note = readings_table("", near, Goal()).note
+    assert note.endswith("triaccel leads by every reading; as good within the standard deviations: engine-amp")
+    near["engine-amp"].by_seed[0]["training_seconds"] = 8.99  # type: ignore[index]
+    near["engine-amp"].by_seed[1]["training_seconds"] = 8.99  # type: ignore[index]
+    note = readings_table("", near, Goal()).note
+    assert note.endswith("as good by every reading, within the standard deviations: triaccel, engine-amp")
+    near["engine-amp"] = results("engine-amp", 89.9, training_seconds=(9.0,), peak_gb=(1.0,))
+    assert readings_table("", near, Goal()).note.endswith("triaccel leads by every reading")  # of one seed alone
+    unequal = {**rows, "fp32": results("fp32", 99.0, training_seconds=(0.1,))}
+    assert "fp32" not in readings_table("", unequal, Goal()).note  # of one seed alone
+    del fast.by_seed[0]["allocated_peak_gb"]  # type: ignore[attr-defined]
+    table = readings_table("", {"amp": amp, "triaccel": fast}, Goal())
+    assert table.note.endswith("triaccel leads by every reading")  # of those that all runs have
 
 
 def test_the_command_of_a_comparison_is_that_of_a_finished_run(tmp_path: Path, log: Path) -> None:
@@ -206,7 +212,7 @@ def test_a_fast_method_that_learns_too_little_is_not_recommended(tmp_path: Path,
         runs = {}
         for name, run in record.runs.items():
             is_fast = name.startswith("triaccel")
-            figures = dict.fromkeys(FIGURES, 500.0 if is_fast else 10.0)
+            figures = dict.fromkeys(RESULT_HEADINGS, 500.0 if is_fast else 10.0)
             end = End(status="finished", results=figures | {"accuracy": accuracy if is_fast else 80.0})
             runs[name] = replace(run, end=end)
         assert view_comparison(replace(record, runs=runs)).command.endswith(f"{best}-seed0")
@@ -255,7 +261,6 @@ def test_only_seeds_that_both_have_are_compared() -> None:
 def test_what_is_zero_everywhere_is_not_compared() -> None:
     amp, fp32 = (results(method, 90.0, 91.0, allocated_peak_gb=(0.0, 0.0)) for method in ("amp", "fp32"))
     assert [row[1] for row in to_amp(amp, fp32).rows] == ["test accuracy %", "s/epoch", "process peak GB", "score"]
-    assert "allocator peak GB" not in table_of(amp, fp32).header
 
 
 def test_table_2_differs_from_the_row_above() -> None:
@@ -265,6 +270,19 @@ def test_table_2_differs_from_the_row_above() -> None:
     assert [row[0] for row in tables["Table 2, the ablation"].rows] == list(ABLATION.values())
     differences = tables["Table 2, differences to the row above"].rows
     assert [row[2] for row in differences if row[1] == "test accuracy %"] == ["+1.1"] * 4
+
+
+def test_what_each_method_trained_with_is_shown() -> None:
+    record = record_of(comparison((*METHODS, "amp-best"), num_fixed=1))
+    *_, trained_with = comparison_tables(record)
+    rows = {row[0]: list(row[1:]) for row in trained_with.rows}
+    assert rows["fp32"] == ["fp32", "96", "0.1", "0.0005"]
+    assert (rows["amp"][0], rows["amp-best"][0]) == ("autocast", "autocast, compiled")
+    assert rows["best fixed"] == ["fp32", "64", "0.1", "0.0005"]
+    assert rows["triaccel"] == ["per layer, from bf16", "32 to 160, from 96", "0.1", "0.0005"]
+    assert trained_with.note.startswith("best fixed: the best score of 1 on validation samples")
+    not_yet = comparison_tables(replace(record, fixed=None))
+    assert trained_with.title not in [table.title for table in not_yet]
 
 
 def test_a_comparison_is_shown_and_written_as_a_page(
@@ -286,11 +304,11 @@ def test_a_comparison_is_shown_and_written_as_a_page(
     assert [table.title[:7] for table in tables if "GPUs shared by 2 runs each" in table.note] == ["Table 1", "Table 2"]
     for shown in (said, page):
         assert all(table.title in shown for table in tables)
-        advice = "to train with fixed-fp32-64, which has the best score, within 1 point of the accuracy of AMP:"
+        advice = "to train with best fixed, which has the best score, within 1 point of the accuracy of AMP:"
         assert f"{advice}\n{command}" in shown
         assert "amp-seed1 failed (out_of_memory) after epoch 2: not even one sample fits" in shown
         assert "fp32-seed0 is missing: it was asked for and has not begun\ntriaccel-seed2 is missing" in shown
-        assert "fixed: the best score of 1 on validation samples, within a point of AMP" in shown
+    assert page.count("data:image/png;base64") == 1
     assert f"triaccel compare --from {tmp_path}" in page
 
 

@@ -11,10 +11,11 @@ from tests.service.records import FINAL_SPEC, run_of
 from tests.service.worker_factory import Begin, records, train
 from triaccel_ray.records.events import End, Epoch
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.compare.comparison import ComparisonRecord, final_runs
+from triaccel_ray.service.compare.comparison import ComparisonRecord, MethodResults, final_runs
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.report.comparison import comparison_tables
 from triaccel_ray.service.report.provenance import run_notes
+from triaccel_ray.service.report.readings import readings_table
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.trainables.task import Purpose
 
@@ -71,6 +72,42 @@ def test_a_final_run_with_a_target_is_judged_on_validation_samples_and_reads_the
     assert 0.0 <= results["accuracy"] <= 100.0
 
 
+def costs(method: str, *figures: tuple[float, float] | None) -> MethodResults:
+    """Results of seeds 0, 1, ...: seconds and joules to the target, None where it was not reached."""
+    by_seed = {
+        seed: {"joules": 9e3, "score": 1.0}
+        | ({} if each is None else {"seconds_to_target": each[0], "joules_to_target": each[1]})
+        for seed, each in enumerate(figures)
+    }
+    return MethodResults(method=method, by_seed=by_seed)
+
+
+def test_the_costs_stand_beside_the_scores_and_take_part_in_the_verdict() -> None:
+    rows = {
+        "fp32": costs("fp32", None, None),
+        "amp": costs("amp", (3.0, 100.0), (5.0, 100.0)),
+        "engine-amp": costs("engine-amp", (1.0, 50.0), None),  # the least, of the seed that reached it
+        "triaccel": costs("triaccel", (2.0, 200.0), (2.0, 200.0)),
+        "fixed": costs("fixed"),
+    }
+    table = readings_table("", rows, Goal(), 94.0)
+    assert list(table.header) == ["method", "s to target", "J to target"]
+    assert [list(row[1:]) for row in table.rows] == [
+        ["not reached", "not reached"],
+        ["4 ± 1.4", "100 ± 0"],
+        ["reached by 1 of 2", "reached by 1 of 2"],
+        ["2 ± 0", "200 ± 0"],
+        ["", ""],
+    ]
+    assert "target: the first epoch with validation accuracy 94.00 % or better" in table.note
+    assert table.note.endswith("the readings disagree: triaccel by s to target, amp by J to target")
+    seed = {**rows["amp"].by_seed[0], "joules": 9e3}
+    del seed["joules"]
+    partly = readings_table("", {**rows, "amp": replace(rows["amp"], by_seed={0: seed})}, Goal(), 94.0)
+    assert list(partly.header) == ["method", "s to target"]  # energy that one run lacks is compared nowhere
+    assert list(readings_table("", rows, Goal()).header) == ["method"]
+
+
 def test_a_comparison_with_a_target_says_what_its_runs_trained_on(tmp_path: Path) -> None:
     spec = ComparisonSpec(base=replace(FINAL_SPEC, target=94.0), methods=("amp", "triaccel", "fp32"), num_seeds=3)
     results = {"accuracy": 93.0, "score": 1.0, "seconds_per_epoch": 10.0, "peak_gb": 1.0, "allocated_peak_gb": 1.0}
@@ -82,16 +119,16 @@ def test_a_comparison_with_a_target_says_what_its_runs_trained_on(tmp_path: Path
         epochs = judged(90.0, 90.0 if is_late else last[run.method], target=94.0).epochs
         runs[name] = replace(run_of(name), spec=run, epochs=epochs, end=end)
     record = ComparisonRecord(folder=tmp_path, spec=spec, runs=runs)
-    main, _, differences = comparison_tables(record)
+    main, readings, differences, *_ = comparison_tables(record)
     assert "trained without the validation samples, which judged each epoch" in main.note
     assert "whole run J" in main.header
-    assert list(main.header[-2:]) == ["s to target", "J to target"]
-    assert [row[-2:] for row in main.rows] == [["20 ± 0", "1000 ± 0"], ["20 ± 0", "1000 ± 0"], ["in 2 of 3"] * 2]
-    assert "until the first epoch with validation accuracy 94.00 % or better; empty: not reached" in main.note
+    assert "s to target" not in main.header
+    assert readings.title.endswith("and costs to the target")
+    assert [row[-2:] for row in readings.rows][2] == ["reached by 2 of 3", "reached by 2 of 3"]
     compared = {(row[0], row[1]) for row in differences.rows}
     assert ("triaccel", "J to target") in compared
     assert ("triaccel", "whole run J") in compared
     assert ("fp32", "J to target") not in compared  # of the seeds that reached it alone
     assert "nan" not in str(differences.rows)
     old = replace(record, runs={name: replace(run, epochs=()) for name, run in runs.items()})
-    assert "s to target" not in comparison_tables(old)[0].header
+    assert "not reached" in str(comparison_tables(old)[1].rows)

@@ -77,30 +77,36 @@ def test_thresholds_that_are_searched_besides_have_columns_and_shared_gpus_are_t
 def test_a_best_trial_above_the_baselines_is_recommended() -> None:
     record = search(91.0)
     assert recommendation(record) == (
-        "No baseline beats the best trial, trial-000, by the objective score, as the table shows. To train with its "
-        "thresholds:",
+        "The best trial, trial-000, has score 18.2, AMP score 18, FP32 score 18. To train with its thresholds:",
         f"triaccel run --from {record.trials[0].folder.absolute()}",
     )
 
 
-def test_trials_on_several_gpus_are_not_compared_with_baselines_on_one_unnoticed() -> None:
-    record = search(91.0)
-    assert "ranks" not in search_table(record).note
+@pytest.mark.parametrize(("objective", "warns"), [("score", True), ("time", True), ("metric", False)])
+def test_trials_on_several_gpus_are_not_compared_with_baselines_on_one_unnoticed(objective: str, warns: bool) -> None:
+    record = search(91.0, objective=objective)
     record = replace(record, spec=replace(record.spec, base=replace(RUN_SPEC, gpus="2")))
     unlike = "trials train on 2 ranks, baselines on one: compare accuracy, not times and scores"
     assert unlike in search_table(record).note
+    assert (f". But {unlike}." in recommendation(record)[0]) is warns
+    assert "ranks" not in search_table(search(91.0, objective=objective)).note
 
 
 @pytest.mark.parametrize(
-    ("objective", "seconds", "peak_gb"),
-    [("score", 10.0, 0.5), ("metric", 10.0, 0.5), ("time", 12.0, 0.5), ("memory", 10.0, 0.6), ("pareto", 10.0, 0.6)],
+    ("objective", "seconds", "peak_gb", "said"),
+    [
+        ("score", 10.0, 0.5, "score 17.9, AMP score 18, FP32 score 18"),
+        ("metric", 10.0, 0.5, "accuracy 89.50 %, AMP accuracy 90.00 %, FP32 accuracy 90.00 %"),
+        ("time", 12.0, 0.5, "12 s an epoch, AMP 10 s an epoch, FP32 10 s an epoch"),
+        ("memory", 10.0, 0.6, "a peak of 0.6 GB, AMP a peak of 0.5 GB, FP32 a peak of 0.5 GB"),
+        ("pareto", 10.0, 0.6, "score 14.92, AMP score 18, FP32 score 18"),
+    ],
 )
-def test_a_best_trial_behind_amp_is_not_recommended(objective: str, seconds: float, peak_gb: float) -> None:
+def test_a_best_trial_behind_amp_is_not_recommended(objective: str, seconds: float, peak_gb: float, said: str) -> None:
     record = search(89.5, objective=objective)
     record = replace(record, trials=(changed(record.trials[0], seconds=seconds, peak_bytes=int(peak_gb * 1e9)),))
     assert recommendation(record) == (
-        f"AMP beats the best trial, trial-000, by the objective {objective}, as the table shows. On this task and "
-        "hardware train with AMP:",
+        f"The best trial, trial-000, has {said}. On this task and hardware train with AMP:",
         f"triaccel run --from {record.baselines['amp'].folder.absolute()}",
     )
 
@@ -119,12 +125,14 @@ def test_the_best_repeat_counts_in_place_of_the_run() -> None:
     amp, (trial,) = record.baselines["amp"], record.trials
     again = [changed(amp, seconds=15.0), changed(amp, seconds=5.0)]
     repeated = replace(record, repeats={"amp": again, "trial-000": [changed(trial, seconds=20.0)]})
-    assert recommendation(repeated)[1] == f"triaccel run --from {amp.folder.absolute()}"
+    sentence, command = recommendation(repeated)
+    assert "has score 9.1, AMP score 36, " in sentence
+    assert command == f"triaccel run --from {amp.folder.absolute()}"
     table = search_table(repeated)
-    assert [(row[0], row[-1]) for row in table.rows[:2]] == [("AMP again", "36.00"), ("trial-000 again", "9.10")]
+    assert [row[0] for row in table.rows][:2] == ["AMP again", "trial-000 again"]
     assert "again: the best of 3 more runs, which replaces the first run" in table.note
     faster = replace(record, repeats={"amp": [changed(amp, seconds=20.0)], "trial-000": [changed(trial, seconds=5.0)]})
-    assert recommendation(faster)[1].endswith("trial-000")
+    assert "has score 36.4, AMP score 9, FP32 score 18." in recommendation(faster)[0]
     ring = next(each for each in outcomes(faster) if each.label == "best: trial-000, score 36.4")
     assert [point.seconds for point in ring.points] == [5.0]
     failed = replace(changed(amp, seconds=5.0), end=End(status="failed", cause="non_finite"))
@@ -145,11 +153,13 @@ def test_short_runs_are_repeated_by_turns() -> None:
 
 
 def test_without_a_trial_within_the_margin_the_reason_is_said() -> None:
+    failed = run_of("trial-001", num_epochs=0, status="failed")
     record = search(50.0)
-    sentence, command = recommendation(record)
+    sentence, command = recommendation(replace(record, trials=(*record.trials, failed)))
     assert command.endswith("amp")
     assert sentence.endswith("On this task and hardware train with AMP:")
     assert "1 trial finished, and none reaches 89.00 % (AMP with a margin of 1 point)" in sentence
+    assert "larger --margin. 1 failed; the page lists the reasons." in sentence
     faster = changed(record.baselines["fp32"], seconds=0.1)
     assert recommendation(replace(record, baselines={**record.baselines, "fp32": faster}))[1].endswith("fp32")
 
@@ -173,6 +183,12 @@ def test_a_search_without_a_trial_to_its_end_says_what_ended_them(ends: Sequence
     assert command == ""
     complete = replace(record, spec=replace(record.spec, num_trials=max(len(runs), 1)))
     assert recommendation(complete)[1].endswith("amp") == bool(runs)
+
+
+def test_a_difference_of_less_than_a_percent_is_called_one() -> None:
+    close, clear = (recommendation(search(accuracy))[0] for accuracy in (90.5, 92.0))
+    assert "AMP alone is as good within 1%. To train with its thresholds:" in close
+    assert "as good within" not in clear
 
 
 @pytest.fixture(scope="module")

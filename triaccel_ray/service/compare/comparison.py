@@ -75,6 +75,16 @@ class MethodResults:
         """Returns the figure by seed, of the runs that have it."""
         return {seed: results[figure] for seed, results in self.by_seed.items() if figure in results}
 
+    def scored_by(self, reading: str, goal: Goal) -> MethodResults:
+        """Returns the same runs with their score by one of READINGS; without those that lack a figure for it."""
+        seconds, memory = READINGS[reading]
+        scored = {
+            seed: {"score": efficiency_score(results[goal.name], results[seconds], results[memory], goal)}
+            for seed, results in self.by_seed.items()
+            if goal.name in results and results.get(seconds) and results.get(memory)
+        }
+        return replace(self, by_seed=scored)
+
     def mean(self, figure: str) -> float:
         """Returns the mean over seeds; nan without any, or if a run lacks the figure."""
         values = self.values(figure).values()
@@ -112,28 +122,14 @@ class ComparisonRecord:
         """The final runs that failed, by name."""
         return {name: run for name, run in self.runs.items() if run.end is not None and run.end.status == "failed"}
 
-    def label(self, method: str) -> str:
-        """Returns the name of a method's row; that of the fixed setting says which one it is."""
-        return self.fixed.name if method == FIXED and self.fixed is not None else method
-
     def results(self, method: str) -> MethodResults:
         """Returns the results of one method's finished runs."""
         by_seed: dict[int, Mapping[str, float]] = {}
         for run in self.runs.values():
             if run.spec.method == method and run.end is not None and run.status == "finished":
                 seconds = sum(epoch.seconds for epoch in run.epochs)
-                figures = {**run.end.results, TRAINING_SECONDS: seconds, **run.to_target}
-                by_seed[run.spec.seed] = figures | _scores(figures, self.spec.base.goal)
+                by_seed[run.spec.seed] = {**run.end.results, TRAINING_SECONDS: seconds, **run.to_target}
         return MethodResults(method=method, by_seed=by_seed)
-
-
-def _scores(figures: Mapping[str, float], goal: Goal) -> dict[str, float]:
-    """Returns the score of a run by each of READINGS for which it has the figures."""
-    return {
-        reading: efficiency_score(figures[goal.name], figures[seconds], figures[memory], goal)
-        for reading, (seconds, memory) in READINGS.items()
-        if goal.name in figures and figures.get(seconds) and figures.get(memory)
-    }
 
 
 def final_runs(spec: ComparisonSpec, fixed: FixedSetting | None) -> dict[str, RunSpec]:

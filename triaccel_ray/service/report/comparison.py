@@ -1,24 +1,29 @@
-"""Report of a comparison: both of the paper's tables, the score by each reading, differences, and the HTML page."""
+"""Report of a comparison: both of the paper's tables, readings, differences, settings, a figure, and the HTML page."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from decimal import Decimal
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from triaccel_ray.measure.score import quality_text
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import command_for
-from triaccel_ray.service.compare.comparison import READINGS, REFERENCE, ComparisonRecord, MethodResults, final_runs
+from triaccel_ray.service.compare.comparison import REFERENCE, ComparisonRecord, MethodResults, final_runs
 from triaccel_ray.service.compare.spec import ABLATION
+from triaccel_ray.service.report.drawing import METHOD_STYLES, Series, metric_against_cost, save
 from triaccel_ray.service.report.provenance import about, sharing_note, troubles
+from triaccel_ray.service.report.readings import best_of, mean_and_deviation, readings_table
 from triaccel_ray.service.report.report import View, with_page
-from triaccel_ray.service.report.tables import VIEWS_NOTE, TextTable, lines, result_headings
+from triaccel_ray.service.report.tables import TO_TARGET, VIEWS_NOTE, TextTable, joined, lines, result_headings
 from triaccel_ray.service.runs.methods import FIXED, METHODS
-from triaccel_ray.service.runs.objective import Objective
+from triaccel_ray.service.runs.objective import Objective, Performance
 from triaccel_ray.service.runs.record import JOULES, ONE_VIEW
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.storage.layout import FIGURES
+from triaccel_ray.service.units import counted
 
 MIN_PAIRS = 3
 """Fewest pairs for a confidence interval: two differences leave a single degree of freedom."""
@@ -26,26 +31,43 @@ LEVEL = 0.95
 """Level at which the intervals of a figure hold for all rows together."""
 
 
+def label(method: str) -> str:
+    """Returns the name of a method's row."""
+    return "best fixed" if method == FIXED else method
+
+
 def view_comparison(record: ComparisonRecord) -> View:
-    """Returns the view of a comparison, its tables; writes its page."""
+    """Returns the view of a comparison, its tables; writes its figure and page."""
     folder, spec, base = record.folder, record.spec, record.spec.base
+    title = f"{folder.name}: {base.task}"
+    tables = comparison_tables(record)
     advice, command = _advice(record)
     missing = [name for name in final_runs(spec, record.fixed) if name not in record.runs]
-    every = {record.label(method): record.results(method) for method in spec.all_methods}
-    headings = {**_headings(every, base.goal), **{reading: reading for reading in READINGS}}
-    facts = {"seeds": f"{spec.num_seeds}, from 0"}
-    facts |= {record.label(method): METHODS[method] for method in spec.all_methods}
+    pictures = []
+    if series := [_series(each, base.goal) for each in _results(record, spec.all_methods).values() if each.by_seed]:
+        deviation = ", mean ± deviation" if spec.num_seeds > 1 else ""
+        subtitle = joined(f"{base.task}, {counted(spec.num_seeds, 'seed')}{deviation}", sharing_note(base))
+        figure = metric_against_cost(series, base.goal, subtitle=subtitle, samples="test")
+        pictures = [save(figure, folder / FIGURES / f"{base.goal.name}_against_cost.png")]
+    facts = {"seeds": f"{spec.num_seeds}, from 0"} | {label(name): METHODS[name] for name in spec.all_methods}
     return with_page(
         View(
             folder=folder,
-            title=f"{folder.name}: {base.task}",
-            parts=[*comparison_tables(record), advice, troubles({**record.trials, **record.runs}, missing)],
+            title=title,
+            parts=[*tables, advice, troubles({**record.trials, **record.runs}, missing), *pictures],
             details=[about(base, list(record.runs.values()), facts, command_for("compare --from", folder))],
-            rows=means_table("", every, headings).as_dicts(),
+            rows=_rows(record),
             command=command,
             control=base.control,
         )
     )
+
+
+def _rows(record: ComparisonRecord) -> list[dict[str, Any]]:
+    """Returns every method's figures, and its scores and costs by each reading, by heading."""
+    base, results = record.spec.base, _results(record, record.spec.all_methods)
+    grids = values_table("", results, base.goal), readings_table("", results, base.goal, base.target)
+    return [{**values, **readings} for values, readings in zip(*(table.as_dicts() for table in grids), strict=True)]
 
 
 def _advice(record: ComparisonRecord) -> tuple[str, str]:
@@ -63,70 +85,57 @@ def _advice(record: ComparisonRecord) -> tuple[str, str]:
     if not best or num_finished < min(2, len(results)):
         return "", ""
     command = command_for("run --from", record.folder / f"{best}-seed{min(results[best].by_seed)}")
-    return f"to train with {record.label(best)}, which has the best score, {among}:\n{command}", command
+    return f"to train with {label(best)}, which has the best score, {among}:\n{command}", command
+
+
+def _results(record: ComparisonRecord, methods: Iterable[str]) -> dict[str, MethodResults]:
+    """Returns the results of `methods` by row name."""
+    return {label(method): record.results(method) for method in methods}
+
+
+def _series(results: MethodResults, goal: Goal) -> Series:
+    marker, color = METHOD_STYLES[results.method]
+    return Series(
+        label=label(results.method),
+        points=[_figures(results.mean, goal)],
+        spread=_figures(results.deviation, goal) if len(results.by_seed) > 1 else None,
+        look={"marker": marker, "color": color, "markersize": 9.0},
+    )
+
+
+def _figures(value: Callable[[str], float], goal: Goal) -> Performance:
+    seconds, peak_gb = value("seconds_per_epoch"), value("peak_gb")
+    return Performance(metric=value(goal.name), seconds=seconds, peak_gb=peak_gb, score=value("score"))
 
 
 def comparison_tables(record: ComparisonRecord) -> list[TextTable]:
     """Returns the comparison's tables in reading order, without empty ones."""
     spec, base, goal = record.spec, record.spec.base, record.spec.base.goal
-    table_1 = {record.label(method): record.results(method) for method in spec.table_1}
+    held_apart = "" if base.target is None else "trained without the validation samples, which judged each epoch"
+    shared, table_1 = lines(sharing_note(base), held_apart), _results(record, spec.table_1)
     table_2 = {row: record.results(method) for method, row in ABLATION.items()} if spec.ablation else {}
-    shared, amp = sharing_note(base), table_1.get(REFERENCE)
-    of_target = "" if base.target is None else _target_note(base.target, goal)
-    of_fixed = f"{FIXED}: the best score of {spec.num_fixed} on validation samples, within a point of AMP"
-    lacks_amp = "" if amp is not None else "AMP is not among the methods: there is nothing to compare with"
+    amp = table_1.get(REFERENCE)
+    note = "" if amp is not None else "AMP is not among the methods: there is nothing to compare with"
     to_amp = [(name, each, amp) for name, each in table_1.items() if amp is not None and each is not amp]
     to_above = [(name, each, above) for (_, above), (name, each) in pairwise(table_2.items())]
-    note = lines(shared, of_target, of_fixed if spec.num_fixed else "", lacks_amp)
     tables = (
-        values_table("Table 1, test samples, read once by each run", table_1, goal, note=note),
-        readings_table("Table 1, the score by each reading of time and memory", table_1),
+        values_table("Table 1, test samples, read once by each run", table_1, goal, note=lines(shared, note)),
+        readings_table("Table 1, the score by each reading of time and memory", table_1, goal, base.target),
         differences_table("Table 1, differences to AMP", to_amp, goal),
-        values_table("Table 2, the ablation", table_2, goal, note=lines(shared, of_target)),
+        values_table("Table 2, the ablation", table_2, goal, note=shared),
         differences_table("Table 2, differences to the row above", to_above, goal),
+        settings_table(record),
     )
     return [table for table in tables if table.rows]
 
 
-def _target_note(target: float, goal: Goal) -> str:
-    reached = f"to target: until the first epoch with validation {goal.named(target)} or better; empty: not reached"
-    return lines("trained without the validation samples, which judged each epoch", reached)
-
-
 def values_table(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, note: str = "") -> TextTable:
-    """Returns a table of all measured figures, a row per name in `rows`, with `note` below."""
-    headings = _headings(rows, goal)
-    return means_table(
-        title,
-        rows,
-        headings,
-        lines(
-            "mean ± standard deviation over seeds",
-            "s/epoch: mean of the last five epochs, without the first of the run",
-            f"score = {quality_text(goal)} / (s/epoch x process peak GB)",
-            VIEWS_NOTE if f"{ONE_VIEW}{goal.name}" in headings else "",
-            "J: energy of the GPU in training" if JOULES in headings else "",
-            note,
-        ),
-    )
-
-
-def readings_table(title: str, rows: Mapping[str, MethodResults]) -> TextTable:
-    """Returns the score by each reading of time and memory; a note says whether all have the same leader."""
-    leaders = {reading: name for reading in READINGS if (name := best_of(rows, reading))}
-    means, note = set(leaders.values()), "whole run s: of all epochs, compilation and adaptation included"
-    if len(means) == 1 < sum(bool(each.by_seed) for each in rows.values()):
-        note = lines(note, f"{means.pop()} has the best mean by every reading")
-    elif len(means) > 1:
-        best = ", ".join(f"{name} by {reading}" for reading, name in leaders.items())
-        note = lines(note, f"the readings disagree on the best mean: {best}")
-    return means_table(title, rows, dict(zip(leaders, leaders, strict=True)), note)
-
-
-def means_table(
-    title: str, rows: Mapping[str, MethodResults], headings: Mapping[str, str], note: str = ""
-) -> TextTable:
-    """Returns a table of means and standard deviations over seeds, of the figures in `headings`."""
+    """Returns a table of means and standard deviations over seeds, a row per name in `rows`, with `note` below."""
+    headings, one_view = _headings(rows.values(), goal), f"{ONE_VIEW}{goal.name}"
+    headings = {name: heading for name, heading in headings.items() if name not in TO_TARGET}  # beside the readings
+    num_runs = sum(len(results.by_seed) for results in rows.values())
+    num_with_views = sum(len(results.values(one_view)) for results in rows.values())
+    mixed = f"only {num_with_views} of {num_runs} runs were judged by several views: not comparable"
     return TextTable(
         title=title,
         header=("method", "runs", *headings.values()),
@@ -134,40 +143,32 @@ def means_table(
             [name, str(len(results.by_seed)), *(mean_and_deviation(results, figure) for figure in headings)]
             for name, results in rows.items()
         ],
-        note=note,
-        droppable=[*headings.values()][:0:-1],
+        note=lines(
+            "mean ± standard deviation over seeds",
+            "s/epoch: mean of the last five epochs, without the first of the run",
+            f"score = {quality_text(goal)} / (s/epoch x process peak GB)",
+            mixed if 0 < num_with_views < num_runs else "",
+            VIEWS_NOTE if num_with_views else "",
+            "J: energy of the GPU in training" if JOULES in headings else "",
+            note,
+        ),
     )
-
-
-def best_of(rows: Mapping[str, MethodResults], figure: str = "score") -> str:
-    """Returns the name of the row with the largest mean figure, by default the score; empty if none has it.
-
-    A row with fewer finished seeds than another, or with runs that lack the figure, is not considered.
-    """
-    max_runs = max((len(results.by_seed) for results in rows.values()), default=0)
-    means = {name: results.mean(figure) for name, results in rows.items() if len(results.by_seed) == max_runs}
-    return max((name for name, mean in means.items() if not math.isnan(mean)), key=means.__getitem__, default="")
-
-
-def mean_and_deviation(results: MethodResults, figure: str) -> str:
-    """Returns mean ± standard deviation over seeds as text; if not all runs have the figure, how many do."""
-    num_known, mean, deviation = len(results.values(figure)), results.mean(figure), results.deviation(figure)
-    if math.isnan(mean):
-        return f"in {num_known} of {len(results.by_seed)}" if num_known else ""
-    text = f"{mean:.0f}" if abs(mean) >= 10_000 else f"{mean:.4g}"  # no exponents in either number
-    if math.isnan(deviation):
-        return text
-    return f"{text} ± {deviation:.0f}" if deviation >= 100 else f"{text} ± {Decimal(f'{deviation:.2g}'):f}"
 
 
 def differences_table(title: str, pairs: Sequence[tuple[str, MethodResults, MethodResults]], goal: Goal) -> TextTable:
     """Returns a table of differences, first results minus second, paired by seed, with their confidence intervals.
 
-    Intervals are those of Student's t distribution, corrected for the number of rows (Bonferroni). Rows without a pair
-    are left out.
+    Intervals are those of Student's t distribution, corrected for the number of rows (Bonferroni).
+
+    Figures that are zero everywhere, such as the allocator's peak on a CPU, are left out; so are rows without a pair.
     """
-    compared = {f"{row} {side}": each for row, *both in pairs for side, each in enumerate(both)}
-    headings, rows = _headings(compared, goal), []
+    compared = [results for _, one, other in pairs for results in (one, other)]
+    headings = {}
+    for name, heading in _headings(compared, goal).items():
+        is_measured = any(value for results in compared for value in results.values(name).values())
+        if is_measured and not name.startswith(ONE_VIEW):
+            headings[name] = heading
+    rows = []
     for row, one, other in pairs:
         for name, heading in headings.items():
             differences = paired_differences(one.values(name), other.values(name))
@@ -201,11 +202,34 @@ def _interval(differences: Sequence[float], num_rows: int) -> str:
     return f"{_signed(mean - half)} to {_signed(mean + half)}"
 
 
-def _headings(rows: Mapping[str, MethodResults], goal: Goal) -> dict[str, str]:
-    """Returns column headings by figure; not of figures that are zero everywhere, as the allocator's peak on a CPU."""
-    measured = (pair for results in rows.values() for figures in results.by_seed.values() for pair in figures.items())
-    names = dict.fromkeys(name for name, value in measured if value and name not in READINGS)
+def settings_table(record: ComparisonRecord) -> TextTable:
+    """Returns a table of the settings that each method trained with; it has no rows until they are chosen."""
+    spec, num_trials = record.spec, record.spec.num_fixed
+    is_chosen = record.fixed is not None or not num_trials
+    specs = final_runs(spec, record.fixed) if is_chosen else {}
+    rows = [[label(method), *_settings(specs[f"{method}-seed0"])] for method in spec.all_methods if specs]
+    note = f"best fixed: the best score of {num_trials} on validation samples, within a point of AMP"
+    header = ("method", "precision", "batch", "lr", "weight decay")
+    return TextTable(title="What each method trained with", header=header, rows=rows, note=note if num_trials else "")
+
+
+def _headings(results: Iterable[MethodResults], goal: Goal) -> dict[str, str]:
+    names = dict.fromkeys(name for each in results for figures in each.by_seed.values() for name in figures)
     return result_headings(names, goal, prefix="test ")
+
+
+def _settings(spec: RunSpec) -> list[str]:
+    control, recipe = spec.method_control, spec.recipe
+    precision, batch = control.precision.initial.value, f"{control.batch.start}"
+    if spec.method == "amp":
+        precision = "autocast bf16" if recipe.amp == "bf16" or spec.device == "cpu" else "autocast"
+    elif spec.method == "amp-best":
+        precision = "autocast, compiled"
+    elif control.precision.enabled:
+        precision = f"per layer, from {precision}"
+    if control.batch.enabled:
+        batch = f"{control.batch.minimum} to {control.batch.maximum}, from {batch}"
+    return [precision, batch, f"{recipe.lr:.4g}", f"{recipe.weight_decay:.3g}"]
 
 
 def _percent(difference: float, reference: float) -> str:

@@ -31,8 +31,26 @@ SKY: Final = "#6DB3E3"
 AMBER: Final = "#F2C45A"
 ORANGE: Final = "#D98200"
 RED: Final = "#C8442B"
+GREEN: Final = "#00876C"
+PURPLE: Final = "#9A4D8E"
+BROWN: Final = "#7A5230"
 PINK: Final = "#CC79A7"
 """After Okabe and Ito (2008); navy, sky and amber also differ in lightness."""
+
+METHOD_STYLES: Final[Mapping[str, tuple[str, str]]] = {
+    "fp32": ("s", RED),
+    "amp": ("D", ORANGE),
+    "amp-best": ("X", BROWN),
+    "engine-fp32": ("p", PINK),
+    "engine-amp": ("^", AMBER),
+    "fixed": ("P", GRAY),
+    "dynamic-batch": ("v", SKY),
+    "dynamic-precision": ("<", BLUE),
+    "dynamic-both": ("*", GREEN),
+    "triaccel": ("o", NAVY),
+    "paper": ("h", PURPLE),
+}
+"""Method -> marker and color, the same in every figure."""
 
 PRECISION_COLORS: Final = {Precision.FP8: PINK, Precision.FP16: AMBER, Precision.BF16: SKY, Precision.FP32: NAVY}
 """Higher precisions are darker, except FP8, which stands apart."""
@@ -97,29 +115,34 @@ class Series:
     label: str
     points: Sequence[Performance]
     look: Mapping[str, Any]
-    """Options of `Axes.plot`."""
+    """Options of `Axes.errorbar`."""
+    spread: Performance | None = None
+    """Standard deviations, drawn as error bars; None draws none."""
     is_front: bool = False
     """Whether to draw only the Pareto front of each panel, joined by a line."""
 
 
-def metric_against_cost(series: Sequence[Series], goal: Goal, *, limit: float | None, subtitle: str) -> Figure:
-    """Returns two panels: the goal's metric against seconds per epoch, and against peak memory.
+def metric_against_cost(
+    series: Sequence[Series], goal: Goal, *, limit: float | None = None, subtitle: str = "", samples: str = ""
+) -> Figure:
+    """Returns two panels: the goal's metric on `samples` against seconds per epoch, and against peak memory.
 
     `limit` is the worst metric that is still feasible, drawn as a horizontal line.
     """
     figure = new_figure(11.0, 4.8)
     left, right = figure.subplots(1, 2, sharey=True)
-    words = goal.words.capitalize()
-    panel(left, f"{words} against time", subtitle, x_label="seconds per epoch", y_label=goal.axis)
-    panel(right, f"{words} against memory", " ", x_label="peak memory of the process, GB")
+    words, y_label = goal.words.capitalize(), f"{samples} {goal.axis}".lstrip()
+    panel(left, f"{words} against time", subtitle, x_label="seconds per epoch", y_label=y_label)
+    panel(right, f"{words} against memory", " " if subtitle else "", x_label="peak memory of the process, GB")
     costs: dict[Any, Callable[[Performance], float]] = {left: attrgetter("seconds"), right: attrgetter("peak_gb")}
     for axes, cost in costs.items():
         if limit is not None:
             axes.axhline(limit, color=GRAY, linewidth=1.1, linestyle=DASHED)
         for each in series:
             points = front(each.points, cost, goal) if each.is_front else each.points
-            look = {"linestyle": "none", "label": each.label, **each.look}
-            axes.plot([cost(point) for point in points], [point.metric for point in points], **look)
+            bars = {} if each.spread is None else {"xerr": cost(each.spread), "yerr": each.spread.metric}
+            look = {"linestyle": "none", "elinewidth": 1.0, "capsize": 2.0, "label": each.label, **bars, **each.look}
+            axes.errorbar([cost(point) for point in points], [point.metric for point in points], **look)
         axes.margins(0.1)
     if limit is not None:
         mark_level(right, limit, "margin")

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from triaccel_ray.records.events import read_events
 from triaccel_ray.service.cli.options import RUN_SETTINGS, settings_of_run
-from triaccel_ray.service.report.tables import RESULT_HEADINGS, TextTable, joined
+from triaccel_ray.service.report.tables import TO_TARGET, TextTable, joined
 from triaccel_ray.service.runs.environment import COMMIT
 from triaccel_ray.service.runs.record import OWN_CODE, RunRecord
 from triaccel_ray.service.runs.spec import RunSpec
@@ -68,7 +68,7 @@ def run_notes(run: RunRecord) -> Iterator[str]:
     if ranks := run.spec.ranks_text:
         yield f"trained by {ranks} together; seconds and memory are those of rank 0"
     if run.spec.target is not None:
-        costs = (f"{value:.4g} {RESULT_HEADINGS[name]}" for name, value in run.to_target.items())
+        costs = (f"{value:.4g} {TO_TARGET[name]}" for name, value in run.to_target.items())
         yield f"target {run.start.goal.named(run.spec.target)}: {', '.join(costs) or 'not reached'}"
     seconds = sum(tick.applied.adapt_ms for tick in run.ticks) / 1e3
     if seconds > 0:

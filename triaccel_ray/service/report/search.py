@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any, Final
 
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import command_for
-from triaccel_ray.service.report.drawing import BLUE, GRAY, NAVY, ORANGE, RED, Series, metric_against_cost, save
+from triaccel_ray.service.report.drawing import BLUE, GRAY, METHOD_STYLES, NAVY, Series, metric_against_cost, save
 from triaccel_ray.service.report.provenance import about, sharing_note, troubles
 from triaccel_ray.service.report.report import View, with_page
 from triaccel_ray.service.report.tables import STAR, TextTable, joined, lines
 from triaccel_ray.service.runs.objective import Performance
 from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.search.search import (
     NUM_REPEATS,
     SearchRecord,
@@ -22,7 +24,6 @@ from triaccel_ray.service.search.search import (
     candidates,
     ranked,
     tuned_thresholds_of,
-    value_of,
 )
 from triaccel_ray.service.search.searcher import trial_name
 from triaccel_ray.service.search.spec import dimensions
@@ -35,9 +36,6 @@ _WAYS_OUT: Final[Mapping[str, str]] = {
     "disk_full": "make room, then `triaccel resume`",
 }
 """Cause of a trial's end -> advice to the user."""
-
-
-_BASELINE_STYLES: Final = {"fp32": ("s", RED), "amp": ("D", ORANGE)}
 
 
 def view_search(record: SearchRecord) -> View:
@@ -100,10 +98,7 @@ def search_table(record: SearchRecord) -> TextTable:
         notes.append(f"again: the best of {NUM_REPEATS} more runs, which replaces the first run")
     if any(run.status == "stopped" for run in record.trials):
         notes.append("stopped: pruned before its last epoch, hence ranked after all that finished")
-    if ranks := spec.base.ranks_text:
-        what = f"compare {objective.goal.words}, not times and scores"
-        notes.append(f"trials train on {ranks}, baselines on one: {what}")
-    notes.append(sharing_note(spec.base))
+    notes += [sharing_note(spec.base), _unlike(spec.base)]
     return TextTable(
         header=header,
         rows=rows,
@@ -135,45 +130,77 @@ def missing_runs(record: SearchRecord) -> list[str]:
     return missing + [name for name in map(trial_name, range(record.spec.num_trials)) if name not in begun]
 
 
+_TIE_SHARE = 0.01
+"""Difference between objectives, relative, below which repeats on one machine vary as well."""
+
+
 def recommendation(record: SearchRecord) -> tuple[str, str]:
     """Returns what to train with, the best trial or a baseline that beats it in the search's objective, and a command.
 
     The command is empty if neither a trial nor a baseline can be recommended. An example: no trial has finished, and
     some have not begun.
     """
-    best = best_trial(record)
+    best, objective, compared = best_trial(record), record.objective, candidates(record)
     has_more = len(record.trials) + len(record.damaged) < record.spec.num_trials
     if has_more and not any(run.status == "finished" for run in record.trials):
         return f"{_why_none(record)} Not all has begun: `{command_for('resume', record.folder)}` goes on.", ""
-    values = {name: value_of(record, run) for name, run in candidates(record).items()}
+    performance = {name: run.performance for name, run in compared.items() if run.performance is not None}
+    values = {name: objective.value(compared[name].epochs[-1].epoch, each) for name, each in performance.items()}
     if not values:
         return _why_none(record), ""
     winner = max(values, key=lambda name: values[name])  # the trial wins ties
-    by = f"by the objective {record.objective.name}, as the table shows"
-    if best is not None and winner == best.name:
-        sentence = f"No baseline beats the best trial, {winner}, {by}. To train with its thresholds:"
-        return sentence, command_for("run --from", best.folder)
-    why = _why_none(record) if best is None else f"{winner.upper()} beats the best trial, {best.name}, {by}."
+    sentence = _why_none(record)
+    if best is not None:
+        texts = {name: _figure_text(objective.name, each, objective.goal) for name, each in performance.items()}
+        own = texts.pop(best.name)
+        sentence = f"The best trial, {best.name}, has {own}{''.join(f', {n.upper()} {t}' for n, t in texts.items())}."
+        if objective.name != "metric" and (unlike := _unlike(record.spec.base)):
+            sentence += f" But {unlike}."
+        if winner == best.name:
+            nearest = max((name for name in values if name != winner), key=lambda name: values[name], default=None)
+            if nearest is not None and values[winner] - values[nearest] <= _TIE_SHARE * abs(values[winner]):
+                sentence += f" {nearest.upper()} alone is as good within {_TIE_SHARE:.0%}."
+            return f"{sentence} To train with its thresholds:", command_for("run --from", best.folder)
     command = command_for("run --from", record.baselines[winner].folder)
-    return f"{why} On this task and hardware train with {winner.upper()}:", command
+    return f"{sentence} On this task and hardware train with {winner.upper()}:", command
+
+
+def _unlike(spec: RunSpec) -> str:
+    """Returns a note that trials and baselines trained on unlike hardware; empty if they did not."""
+    if not spec.is_distributed:
+        return ""
+    return f"trials train on {spec.ranks_text}, baselines on one: compare {spec.goal.words}, not times and scores"
+
+
+def _figure_text(objective: str, performance: Performance, goal: Goal) -> str:
+    """Returns the figure that the search optimized, as text."""
+    match objective:
+        case "metric":
+            return f"{goal.words} {goal.text(performance.metric)}"
+        case "time":
+            return f"{performance.seconds:.4g} s an epoch"
+        case "memory":
+            return f"a peak of {performance.peak_gb:.4g} GB"
+    return f"score {performance.score:.4g}"
 
 
 def _why_none(record: SearchRecord) -> str:
-    """Returns why there is no best trial."""
-    ends, objective = Counter(run.status for run in record.trials), record.objective
-    if ends["finished"]:
-        limit, margin = objective.goal.text(objective.limit), objective.margin_text
-        return (
-            f"{counted(ends['finished'], 'trial')} finished, and none reaches {limit} (AMP with a margin of {margin}): "
-            "allow more trials, more epochs or a larger --margin."
-        )
-    counts = ", ".join(f"{count} {status}" for status, count in ends.most_common() if count) or "none has begun"
-    causes = {run.end.cause for run in record.trials if run.end is not None}
-    way_out = "; ".join(way for cause, way in _WAYS_OUT.items() if cause in causes)
-    if not causes - {""} and ends["stopped"]:
-        way_out = "all were pruned, too far behind AMP: try --lr-rule linear, more epochs or a larger --margin"
-    way_out = way_out or "see the reasons below, then `triaccel resume` tries them again"
-    return f"No trial ran to its end ({counts}): {way_out}."
+    ends = Counter(run.status for run in record.trials)
+    if not ends["finished"]:
+        counts = ", ".join(f"{count} {status}" for status, count in ends.most_common() if count) or "none has begun"
+        causes = {run.end.cause for run in record.trials if run.end is not None}
+        way_out = "; ".join(way for cause, way in _WAYS_OUT.items() if cause in causes)
+        if not causes - {""} and ends["stopped"]:
+            way_out = "all were pruned, too far behind AMP: try --lr-rule linear, more epochs or a larger --margin"
+        way_out = way_out or "see the reasons below, then `triaccel resume` tries them again"
+        return f"No trial ran to its end ({counts}): {way_out}."
+    failed = sum(count for status, count in ends.items() if status.startswith("failed"))
+    reasons = f" {failed} failed; the page lists the reasons." if failed else ""
+    limit, margin = record.objective.goal.text(record.objective.limit), record.objective.margin_text
+    return (
+        f"{counted(ends['finished'], 'trial')} finished, and none reaches {limit} (AMP with a margin of {margin}): "
+        f"allow more trials, more epochs or a larger --margin.{reasons}"
+    )
 
 
 def outcomes(record: SearchRecord) -> list[Series]:
@@ -199,7 +226,7 @@ def outcomes(record: SearchRecord) -> list[Series]:
             look = {**hollow, "color": NAVY, "markersize": 14.0, "markeredgewidth": 1.6}
         else:
             label = name.upper()
-            marker, color = _BASELINE_STYLES[name]
+            marker, color = METHOD_STYLES[name]
             look = {"marker": marker, "color": color, "markersize": 9.0, "markeredgecolor": "white"}
         series.append(Series(label=label, points=performance, look=look))
     return [each for each in series if each.points]

@@ -16,12 +16,12 @@ RESULT_HEADINGS: Mapping[str, str] = {
     "peak_gb": "process peak GB",
     "allocated_peak_gb": "allocator peak GB",
     "score": "score",
-    "training_seconds": "whole run s",
-    JOULES: "whole run J",
-    "seconds_to_target": "s to target",
-    "joules_to_target": "J to target",
 }
-"""Result -> column heading, for those that a run has; these columns follow those of the task's metrics."""
+"""Result -> column heading; these columns follow those of the task's metrics."""
+COST_HEADINGS: Mapping[str, str] = {"training_seconds": "whole run s", JOULES: "whole run J"}
+"""Result -> column heading, for what the whole training takes; only where measured."""
+TO_TARGET: Mapping[str, str] = {"seconds_to_target": "s to target", "joules_to_target": "J to target"}
+"""Result -> column heading, for what training takes until it reaches a target; only where one is given."""
 STAR = " *"
 """Suffix that marks the metric of a trial behind AMP by more than the margin, and the name of a chosen trial."""
 _NUMBER = re.compile(r"[+-]?(\d[\d,]*(\.\d+)?(e[+-]?\d+)?|inf)")
@@ -83,7 +83,9 @@ def metric_headings(names: Iterable[str], goal: Goal) -> dict[str, str]:
 
 
 def result_headings(names: Collection[str], goal: Goal, *, prefix: str = "") -> dict[str, str]:
-    """Returns column headings by name, of the results `names`: metrics with `prefix` in front, then RESULT_HEADINGS."""
+    """Returns column headings by name: metrics with `prefix` in front, RESULT_HEADINGS, those of `names` alone."""
     metrics = {name: f"{prefix}{text}" for name, text in metric_headings(names, goal).items()}
-    views = {f"{ONE_VIEW}{goal.name}": f"by one view {goal.unit}".rstrip()}
-    return metrics | {name: text for name, text in {**RESULT_HEADINGS, **views}.items() if name in names}
+    one_view = f"{ONE_VIEW}{goal.name}"
+    views = {one_view: f"by one view {goal.unit}".rstrip()} if one_view in names else {}
+    optional = {name: text for name, text in {**COST_HEADINGS, **TO_TARGET}.items() if name in names}
+    return {**metrics, **RESULT_HEADINGS, **views, **optional}
