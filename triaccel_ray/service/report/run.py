@@ -130,8 +130,8 @@ def run_table(run: RunRecord) -> TextTable:
 
 
 def result_table(results: Mapping[str, float], goal: Goal) -> TextTable:
-    """Returns the table of a run's final results, without those that are zero, as the allocator's peak on a CPU."""
-    headings = result_headings([name for name, value in results.items() if value], goal)
+    """Returns the table of a run's final results."""
+    headings = result_headings(results, goal)
     cells = [f"{results[name]:.4g}" if name in results else "" for name in headings]
     note = lines(_TIME_NOTE, VIEWS_NOTE if f"{ONE_VIEW}{goal.name}" in headings else "")
     return TextTable(header=list(headings.values()), rows=[cells], title="result", note=note)
