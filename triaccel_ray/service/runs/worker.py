@@ -6,7 +6,6 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from triaccel_ray.service.failures import (
     NonFiniteLossError,
     cause_of,
     failure_record,
-    keep_replaced,
     reporting_full_disk,
     require_finite_result,
     write_traceback,
@@ -39,7 +37,7 @@ from triaccel_ray.service.runs.objective import Performance
 from triaccel_ray.service.runs.record import JOULES, ONE_VIEW, RunLog, is_spec_of, joules_after, performance_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trained_model import TrainedModel
-from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED
+from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, PREVIOUS, REPLACED
 from triaccel_ray.trainables.task import Purpose, Splits
 
 
@@ -95,7 +93,7 @@ class Worker:
         Raises:
             CheckpointError: the checkpoint belongs to a run with other settings, or another version has written it.
         """
-        history = self.log.take_over()
+        self.log.take_over()
         for torn in self.folder.glob(".*.pt.*.partial"):
             torn.unlink()  # left by a process that was lost while it wrote
         notes: list[str] = []
@@ -109,21 +107,16 @@ class Worker:
         if self.ranks.any(num_kept is None and bool(notes)):
             self._rebuild_loop()
         if num_kept is None:
-            if keep_replaced(self.folder / EVENTS):
+            if self.log.keep_replaced():
                 notes.append(f"no checkpoint can be read, and what was recorded is in {REPLACED}")
             self.log.open()
             world_size, memory = self.ranks.world_size, self.loop.memory
             self.log.append(start_record(self.spec, self._control, self.device, memory, world_size))
         (self.folder / ERROR).unlink(missing_ok=True)  # an interruption is about to be recorded in its place
-        for index, record in history.interruptions:
-            if index >= (num_kept or 1):  # cut off with the records after the checkpoint
-                self.log.append(record)
-        interruption = history.interruption(num_kept or 1, world_size=self.ranks.world_size)
-        if interruption is not None:
-            goes_on = f"goes on after epoch {epoch}" if (epoch := self.loop.sampler.epoch) else "begins again"
-            message = "; ".join([interruption.message, goes_on, *notes])
-            self.log.append(replace(interruption, message=message, epoch=epoch))
-        return self.loop.sampler.epoch
+        epoch, size = self.loop.sampler.epoch, self.ranks.world_size
+        notes.insert(0, f"goes on after epoch {epoch}" if epoch else "begins again")
+        self.log.record_interruption(num_kept or 1, world_size=size, epoch=epoch, notes=notes)
+        return epoch
 
     def advance(self) -> None:
         """Trains one epoch, and evaluates it on the validation samples, never on test samples.
