@@ -26,8 +26,7 @@ from tests.service.waiting import answers, wait_until
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import read_search
-from triaccel_ray.service.storage.copies import WRITER
-from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, MODEL, SPEC
+from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, MODEL, SPEC, WRITER
 from triaccel_ray.service.storage.mirror import pull_all
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Store

@@ -140,10 +140,8 @@ def test_a_group_of_fixed_size_waits_longer_for_gpus_also_after_an_elastic_one(
     """Tune has one process train run after run."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
     waited = []
-    for gpus in ("2..3", "2"):
-        setup = group.GroupSetup(
-            spec=several_spec(gpus=gpus), place=StoragePath(str(tmp_path)), on_gpus=False, shared=None
-        )
-        group._trainer(setup, ray.remote(Mailbox).remote(), str(tmp_path))
+    for gpu_range in ((2, 3), (2, 2)):
+        callback = train_controller.EndOnFailure(ray.remote(Mailbox).remote(), 3)
+        group.trainer(lambda: None, gpu_range, callback, str(tmp_path), on_gpus=False)
         waited.append(float(os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"]))
     assert waited == [5.0, 60.0]

@@ -11,8 +11,7 @@ from tests.service.waiting import wait_until
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.storage import mirror
-from triaccel_ray.service.storage.copies import PAGE_FILES
-from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, REPORT, SPEC, claiming_name
+from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, PAGE_FILES, REPORT, SPEC, claiming_name
 from triaccel_ray.service.storage.mirror import mirrored, pull_all, require_unused, upload
 from triaccel_ray.service.storage.storage_path import StoragePath
 

@@ -19,8 +19,7 @@ from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker
-from triaccel_ray.service.storage.copies import WRITER
-from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, MODEL, PREVIOUS, SPEC
+from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, MODEL, PREVIOUS, SPEC, WRITER
 from triaccel_ray.service.storage.mirror import mirrored, pull_all, pull_run, require_unused
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp, Store

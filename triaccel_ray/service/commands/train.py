@@ -45,10 +45,10 @@ from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, 
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.search.search import best_trial, candidates, prepare, read_search, to_be_repeated, tune_trials
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.storage.copies import PAGE_FILES
 from triaccel_ray.service.storage.layout import (
     BASELINES,
     COMPARISON,
+    PAGE_FILES,
     REPEATS,
     SEARCH,
     SETTINGS,

@@ -25,12 +25,11 @@ from triaccel_ray.service.failures import (
     write_traceback,
 )
 from triaccel_ray.service.runs.batch_tuner import BatchTuner
-from triaccel_ray.service.runs.checkpointing import CheckpointPolicy, train_epoch
-from triaccel_ray.service.runs.group import Group, GroupSetup
+from triaccel_ray.service.runs.environment import end_with_parent, preload
+from triaccel_ray.service.runs.group import Group
 from triaccel_ray.service.runs.mailbox import Progress
 from triaccel_ray.service.runs.methods import TUNE_BATCH
 from triaccel_ray.service.runs.objective import Objective, Performance, grace_epochs
-from triaccel_ray.service.runs.processes import end_with_parent, preload
 from triaccel_ray.service.runs.record import end_run, performance_of, read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
@@ -82,7 +81,7 @@ class RunTrial(tune.Trainable):
 
     def setup(self, config: dict[str, Any], context: TrialContext) -> None:  # type: ignore[override]  # with_parameters
         """Stores the spec of the run; the first step that trains builds its worker."""
-        self._context, self._checkpoint_policy = context, CheckpointPolicy()
+        self._context = context
         self._configure(config)
         end_with_parent()
         if not self._spec.is_distributed:
@@ -158,21 +157,18 @@ class RunTrial(tune.Trainable):
         return result | ({"done": True, FINISHED_KEY: True} if progress.finished else {})
 
     def _train_here(self) -> Progress:
-        shared = self._context.shared
         if self._worker is None:
-            splits = None if shared is None else ray.get(shared)
+            splits = None if self._context.shared is None else ray.get(self._context.shared)
             kind = BatchTuner if self._spec.method == TUNE_BATCH else Worker
             self._worker = kind(self._spec, self._folder.path, splits)
             self._worker.resume()
             self._folder.push_soon()
-        return train_epoch(self._worker, self._folder, self._checkpoint_policy)
+        return self._worker.train_epoch(self._folder)
 
     def _train_together(self) -> Progress:
         if self._group is None:
-            context, place = self._context, self._place
-            self._group = Group(
-                GroupSetup(spec=self._spec, place=place, on_gpus=context.on_gpus, shared=context.shared)
-            )
+            context = self._context
+            self._group = Group(self._spec, self._place, on_gpus=context.on_gpus, shared=context.shared)
         return self._group.next_progress()
 
     def _result(self, epoch: int, performance: Performance | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from triaccel_ray.data.sources import DataSource
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.score import BYTES_PER_GB, EpochTimes, efficiency_score
+from triaccel_ray.model.dry_run import forbidding_exit, users_lines
 from triaccel_ray.records.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.events import End, Epoch, LogError
@@ -33,11 +34,13 @@ from triaccel_ray.service.failures import (
 )
 from triaccel_ray.service.runs.building import build_loop, fitted_control, samples_of, seed_everything
 from triaccel_ray.service.runs.environment import cap_memory_share, start_record
+from triaccel_ray.service.runs.mailbox import Progress
 from triaccel_ray.service.runs.objective import Performance
 from triaccel_ray.service.runs.record import JOULES, ONE_VIEW, RunLog, is_spec_of, joules_after, performance_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trained_model import TrainedModel
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, PREVIOUS, REPLACED
+from triaccel_ray.service.storage.training_folder import TrainingFolder
 from triaccel_ray.trainables.task import Purpose, Splits
 
 
@@ -71,6 +74,7 @@ class Worker:
         self._times = EpochTimes()
         self._trained_model = TrainedModel(spec, folder, self.log.confirm)
         self._one_view: Mapping[str, float] = {}
+        self._saved_at, self._saving_s = 0.0, 0.0
         self.last: Epoch | None = None
         """The last epoch's record."""
 
@@ -117,6 +121,25 @@ class Worker:
         notes.insert(0, f"goes on after epoch {epoch}" if epoch else "begins again")
         self.log.record_interruption(num_kept or 1, world_size=size, epoch=epoch, notes=notes)
         return epoch
+
+    def train_epoch(self, folder: TrainingFolder) -> Progress:
+        """Trains, saves and uploads the next epoch, if one is left; finishes the run after the last one.
+
+        An error gets the user's own lines as a note: notes reach the driver, the traceback does not.
+        """
+        try:
+            with forbidding_exit():
+                if not self.finished:
+                    self.advance()
+                    self._save_if_due()
+                if self.finished:
+                    self.finish()
+        except Exception as error:
+            if lines := users_lines(error):
+                error.add_note(lines)
+            raise
+        folder.close() if self.finished else folder.push_soon()
+        return Progress(epoch=self.loop.sampler.epoch, performance=self.performance, finished=self.finished)
 
     def advance(self) -> None:
         """Trains one epoch, and evaluates it on the validation samples, never on test samples.
@@ -206,6 +229,19 @@ class Worker:
             self._drop_loop()
         finally:  # after a device error it raises again, and the log must be whole all the same
             self.log.close()
+
+    def _save_if_due(self) -> None:
+        """Writes a checkpoint if one is due on rank 0, with the help of all ranks; raises as `checkpoint`.
+
+        Saving takes at most a twentieth of the time, unless it takes 0.25 s or less. The last epoch is always saved.
+        """
+        began = time.monotonic()
+        interval_s = began - self._saved_at + self._saving_s
+        is_due = self.finished or self._saving_s <= max(0.25, 0.05 * interval_s)
+        if self.ranks.any(is_due and self.ranks.rank == 0):
+            self.checkpoint()
+            self._saved_at = time.monotonic()
+            self._saving_s = self._saved_at - began
 
     def checkpoint(self) -> None:
         """Writes the checkpoint that `resume` restores, and keeps the previous one.

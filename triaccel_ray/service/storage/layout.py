@@ -52,6 +52,15 @@ SETTINGS = "config.toml"
 REPORT = "report.html"
 FIGURES = "figures"
 """Folder of pictures."""
+LOG_FILES = (SPEC, ERROR, DAMAGED, REPLACED, EVENTS)
+"""Files to view a run, though not to resume it; the log is last because it says what the others hold."""
+RUN_FILES = (MODEL, *LOG_FILES, CHECKPOINT)
+"""Files that a run uploads, in this order. Everything else stays on its machine."""
+PAGE_FILES = (SETTINGS, TUNED_THRESHOLDS, REPORT)
+WRITER = ".writer"
+"""File in the store that names the training folder in which a run continues."""
+COMMAND_FILES = (SEARCH, COMPARISON, PREPARED, FIXED_SETTING, JOURNAL, SHIPPED, *PAGE_FILES)
+"""Files that a command writes: request, results, suggestions, MLflow state, reports. With a spec also its log."""
 
 
 def is_set_of_runs(folder: Path) -> bool:

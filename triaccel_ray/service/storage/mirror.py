@@ -10,9 +10,17 @@ from filelock import FileLock, Timeout
 
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import DiskFullError, StoreError, cause_of
-from triaccel_ray.service.storage.copies import COMMAND_FILES, LOG_FILES, naming_local_copy, pull, push
-from triaccel_ray.service.storage.layout import COMPARISON, EVENTS, SEARCH, folder_in_use, is_set_of_runs, name_in_use
-from triaccel_ray.service.storage.retrying import PATIENCE_S, RetryingThread, retry
+from triaccel_ray.service.storage.layout import (
+    COMMAND_FILES,
+    COMPARISON,
+    EVENTS,
+    LOG_FILES,
+    SEARCH,
+    folder_in_use,
+    is_set_of_runs,
+    name_in_use,
+)
+from triaccel_ray.service.storage.retrying import PATIENCE_S, RetryingThread, naming_local_copy, retry
 from triaccel_ray.service.storage.storage_path import StoragePath, is_plain_name
 from triaccel_ray.service.storage.store import Stamp, Store
 from triaccel_ray.service.storage.training_folder import TrainingFolder
@@ -80,7 +88,7 @@ def upload(place: StoragePath, files: Sequence[str]) -> None:
     """Uploads files that a command has just written at `place`; logs a warning if it cannot."""
     if place.uri is not None:
         try:
-            push(place, place.folder, files, Store(place).files(recursive=False))
+            Store(place).push(place.folder, files, Store(place).files(recursive=False))
         except StoreError as error:
             _logger.warning("%s: on this machine alone for now: %s", ", ".join(files), error)
 
@@ -94,7 +102,7 @@ def pull_all(place: StoragePath) -> None:
     if folders := _remote_folders(place):
         with contextlib.suppress(Timeout), _lock(place).acquire(timeout=0.0):
             for folder, remote in folders:
-                pull(folder, folder.folder, (*COMMAND_FILES, *LOG_FILES), remote)
+                Store(folder).pull(folder.folder, (*COMMAND_FILES, *LOG_FILES), remote)
 
 
 def pull_run(place: StoragePath, patience_s: float = PATIENCE_S) -> None:
@@ -122,7 +130,7 @@ def require_unused(place: StoragePath) -> None:
 def _pull_logs(place: StoragePath) -> None:
     for folder, remote in _remote_folders(place):
         if not remote.keys() & {SEARCH, COMPARISON}:  # its command writes its log
-            pull(folder, folder.folder, LOG_FILES, remote)
+            Store(folder).pull(folder.folder, LOG_FILES, remote)
 
 
 def _push_commands(place: StoragePath) -> None:
@@ -130,7 +138,7 @@ def _push_commands(place: StoragePath) -> None:
     for path in (place.folder, *place.folder.rglob("*/")):
         folder = place / path.relative_to(place.folder)
         files = (*COMMAND_FILES, EVENTS) if is_set_of_runs(path) else COMMAND_FILES
-        push(folder, path, files, remote.get(folder, {}))
+        Store(folder).push(path, files, remote.get(folder, {}))
 
 
 def _push_runs(place: StoragePath) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import shlex
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import DiskFullError, StoreError
+from triaccel_ray.service.storage.storage_path import StoragePath
 
 PATIENCE_S = 60.0
 """Seconds that a store may be unreachable when a run begins or ends; after that it is an error."""
@@ -33,6 +37,20 @@ def retry(work: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
                 raise
         time.sleep(pause_s)
         pause_s = min(2.0 * pause_s, RETRY_S)
+
+
+@contextlib.contextmanager
+def naming_local_copy(place: StoragePath, folder: Path) -> Iterator[None]:
+    """Extends a StoreError of the body: says that the files are in `folder`, and which command uploads them."""
+    try:
+        yield
+    except StoreError as error:
+        whole = place.name.partition("/")[0]  # for a trial, its search
+        command = shlex.join(["triaccel", "resume", whole, "--storage-path", place.storage])
+        raise StoreError(
+            f"not everything of {place} is in the store ({error}). Nothing is lost: it is in {folder} on this "
+            f"machine, and `{command}` typed here uploads it once the store answers"
+        ) from error
 
 
 class RetryingThread:

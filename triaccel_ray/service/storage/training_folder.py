@@ -17,9 +17,8 @@ from pathlib import Path
 from filelock import FileLock
 
 from triaccel_ray.records.events import TakenOverError
-from triaccel_ray.service.storage.copies import LOG_FILES, RUN_FILES, WRITER, naming_local_copy, pull, push
-from triaccel_ray.service.storage.layout import EVENTS, PREVIOUS, write_atomically
-from triaccel_ray.service.storage.retrying import PATIENCE_S, RetryingThread, retry
+from triaccel_ray.service.storage.layout import EVENTS, LOG_FILES, PREVIOUS, RUN_FILES, WRITER, write_atomically
+from triaccel_ray.service.storage.retrying import PATIENCE_S, RetryingThread, naming_local_copy, retry
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp, Store
 
@@ -84,7 +83,7 @@ class TrainingFolder:
                     Store(self._place).write(WRITER, io.BytesIO(content), len(content))
                 self._writer_before = None  # even if an upload fails: the earlier writer's name now means takeover
 
-            push(self._place, self.path, RUN_FILES, remote, before=take_over)
+            Store(self._place).push(self.path, RUN_FILES, remote, before=take_over)
 
     def _download(self, files: Sequence[str]) -> None:
         remote, self._writer_before = self._remote_state()
@@ -92,7 +91,7 @@ class TrainingFolder:
             for file in (EVENTS, *RUN_FILES, PREVIOUS):  # outdated: the run continued elsewhere
                 (self.path / file).unlink(missing_ok=True)
         missing = [file for file in files if not (self.path / file).exists()]
-        pull(self._place, self.path, missing, remote)
+        Store(self._place).pull(self.path, missing, remote)
 
     def _remote_state(self) -> tuple[dict[str, Stamp], str | None]:
         """Returns the run's files in the store, and the name of its writer."""
