@@ -12,9 +12,9 @@ from tests.service.waiting import wait_until
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import DiskFullError, StoreError
 from triaccel_ray.service.storage.mirror import pull_run
-from triaccel_ray.service.storage.retrying import RetryingThread, retry
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp, Store
+from triaccel_ray.service.storage.training_folder import RetryingThread, retry
 
 
 def test_a_store_that_cannot_be_used_says_so(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_store_that_returns_in_time_was_never_away(machines: Machines) -> None
 def test_work_in_the_background_is_done_once_the_store_is_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("triaccel_ray.service.storage.retrying.RETRY_S", 0.05)
+    monkeypatch.setattr("triaccel_ray.service.storage.training_folder.RETRY_S", 0.05)
     errors: list[Exception | None] = [StoreError("storage path = 'x': out of reach")]
     done = threading.Event()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,12 +70,8 @@ class TrainedModel:
 
 
 def is_better(epoch: Epoch, earlier: Epoch, goal: Goal) -> bool:
-    """Returns whether `epoch` has a better validation metric than `earlier`; an equal one, or NaN, is not better."""
-
-    def rank(each: Epoch) -> float:
-        figure = each.held_out(goal)
-        if figure is None or math.isnan(figure):
-            return -math.inf
-        return figure if goal.maximize else -figure
-
-    return rank(epoch) > rank(earlier)
+    """Returns whether `epoch` has a better validation metric than `earlier`; an equal one is not better."""
+    value, best = epoch.held_out(goal), earlier.held_out(goal)
+    assert value is not None
+    assert best is not None  # a run that keeps the best epoch validates after each
+    return value > best if goal.maximize else value < best

@@ -28,11 +28,10 @@ from triaccel_ray.service.runs.batch_tuner import BatchTuner
 from triaccel_ray.service.runs.environment import end_with_parent, preload
 from triaccel_ray.service.runs.group import Group
 from triaccel_ray.service.runs.mailbox import Progress
-from triaccel_ray.service.runs.methods import TUNE_BATCH
 from triaccel_ray.service.runs.objective import Objective, Performance, grace_epochs
 from triaccel_ray.service.runs.record import end_run, performance_of, read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
-from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.spec import TUNE_BATCH, RunSpec
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.training_folder import TrainingFolder, editing_log

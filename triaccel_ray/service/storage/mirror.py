@@ -20,10 +20,15 @@ from triaccel_ray.service.storage.layout import (
     is_set_of_runs,
     name_in_use,
 )
-from triaccel_ray.service.storage.retrying import PATIENCE_S, RetryingThread, naming_local_copy, retry
 from triaccel_ray.service.storage.storage_path import StoragePath, is_plain_name
 from triaccel_ray.service.storage.store import Stamp, Store
-from triaccel_ray.service.storage.training_folder import TrainingFolder
+from triaccel_ray.service.storage.training_folder import (
+    PATIENCE_S,
+    RetryingThread,
+    TrainingFolder,
+    naming_local_copy,
+    retry,
+)
 
 INTERVAL_S = 5.0
 """Seconds between two synchronizations of a command with the store."""
