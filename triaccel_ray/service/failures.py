@@ -96,10 +96,9 @@ def failure_record(error: Exception) -> End:
 
 
 def require_finite_result(evaluation: Evaluation, model: nn.Module, goal: Goal, way_out: str) -> None:
-    """Checks the result of an evaluation on held-out samples; a non-finite loss alone may be intended by the task.
+    """Raises NonFiniteLossError if the metric on held-out samples, or the loss and a value in the model, is not finite.
 
-    Raises:
-        NonFiniteLossError: the loss and a value in the model are not finite, or the metric is not.
+    A loss that is not finite may be the task's intention.
     """
     # An overflow may have reached a norm's running statistics.
     tensors = (*model.parameters(), *model.buffers())
@@ -132,11 +131,7 @@ def write_traceback(folder: Path, error: BaseException) -> None:
 
 @contextlib.contextmanager
 def reporting_full_disk(folder: Path) -> Iterator[None]:
-    """Wraps writes to the disk of `folder`, and turns the error of a full disk into a `DiskFullError`.
-
-    Raises:
-        DiskFullError: the disk is full.
-    """
+    """Wraps writes to the disk of `folder`, and turns the error of a full disk into a `DiskFullError`."""
     try:
         yield
     except (OSError, RuntimeError) as error:

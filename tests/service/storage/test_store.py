@@ -72,8 +72,9 @@ def test_a_file_in_a_store_has_a_date_that_the_kernel_gives_no_other(tmp_path: P
 def test_a_store_that_returns_in_time_was_never_away(machines: Machines) -> None:
     with machines.unreachable():
         with pytest.raises(StoreError, match="there is no"):
-            pull_run(machines.place, patience_s=0.3)
+            pull_run(machines.place)
         threading.Timer(0.5, (machines.root / "out-of-reach").rename, [machines.store]).start()
+        machines.give_up_after(60.0)
         retry(lambda: Store(machines.place.parent).check(writable=False))
         machines.store.rename(machines.root / "out-of-reach")
 

@@ -35,12 +35,9 @@ _PARENT_INTERVAL_S = 2.0
 
 
 def require_budget(spec: RunSpec) -> None:
-    """Checks that a run's memory budget may suffice on this machine, before Ray starts, which takes seconds.
+    """Raises ValueError if a run's memory budget cannot suffice on this machine, before Ray starts.
 
     On a CPU this process, with PyTorch and Ray loaded, holds less than a worker will. No CUDA context is created here.
-
-    Raises:
-        ValueError: the budget is too small; on a CPU also if it is larger than the machine's memory.
     """
     budget = spec.memory_budget_bytes
     if budget is None:

@@ -141,11 +141,7 @@ def has_begun(folder: Path) -> bool:
 
 
 def read_if_begun(folder: Path) -> RunRecord | None:
-    """Returns the run in `folder`; None if it has not begun.
-
-    Raises:
-        LogError: its log or spec is damaged.
-    """
+    """Returns the run in `folder`, as `read_run`; None if it has not begun."""
     return read_run(folder) if has_begun(folder) else None
 
 
@@ -178,11 +174,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def read_spec(folder: Path) -> RunSpec:
-    """Returns the spec of the run in `folder`.
-
-    Raises:
-        LogError: it is missing or damaged.
-    """
+    """Returns the spec of the run in `folder`; raises LogError if it is missing or damaged."""
     return read_value(RunSpec, folder / SPEC, "the run cannot be continued or reported without it")
 
 
@@ -325,9 +317,6 @@ def end_run(folder: Path, spec: RunSpec | None, end: End) -> None:
     """Writes the last record of a run that no process trains, replacing an existing one.
 
     A run without records first gets `spec` and a start record.
-
-    Raises:
-        DiskFullError: there is no room.
     """
     path, keep = folder / EVENTS, 0
     if has_begun(folder):

@@ -145,11 +145,7 @@ class RunSpec:
 
     @property
     def torch_device(self) -> torch.device:
-        """The device that the run uses.
-
-        Raises:
-            ValueError: `cuda` is requested, and no CUDA device is visible.
-        """
+        """The device that the run uses; raises ValueError if `cuda` is requested, and no CUDA device is visible."""
         import torch
 
         available = torch.cuda.is_available()
@@ -192,10 +188,6 @@ class RunSpec:
 
 
 def run_spec(task_name: str, data_dir: Path | None = None) -> RunSpec:
-    """Returns the spec of a run of `task_name`, with the task's own recipe and thresholds.
-
-    Raises:
-        ValueError: the task is unknown.
-    """
+    """Returns the spec of a run of `task_name`, with the task's own recipe and thresholds; raises as `load_task`."""
     task, folder = load_task(task_name, data_dir), None if data_dir is None else str(data_dir)
     return RunSpec(task=task_name, data_dir=folder, goal=task.goal, recipe=task.recipe, control=task.control)

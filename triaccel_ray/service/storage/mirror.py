@@ -37,15 +37,11 @@ _logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def mirrored(place: StoragePath, *, patience_s: float = PATIENCE_S) -> Iterator[None]:
+def mirrored(place: StoragePath) -> Iterator[None]:
     """Syncs a command's working copy with the store while the body runs; does nothing if the storage is a folder.
 
     Uploads the command's files, and downloads the logs of runs. Before and after the body it also uploads files that
     runs on this machine could not. If another process has taken over the command's work, nothing more is uploaded.
-
-    Args:
-        place: a run, search or comparison.
-        patience_s: seconds that the store may be unreachable at the end.
 
     Raises:
         StoreError: the store is unreachable at the start or end, or another command on this machine works on `place`.
@@ -63,7 +59,7 @@ def mirrored(place: StoragePath, *, patience_s: float = PATIENCE_S) -> Iterator[
         sync()
 
     try:
-        lock = _lock(place).acquire(timeout=patience_s)
+        lock = _lock(place).acquire(timeout=PATIENCE_S)
     except Timeout:
         raise StoreError(
             f"{place}: another process of this machine works on it; wait for it, or end it, then go on with "
@@ -79,14 +75,14 @@ def mirrored(place: StoragePath, *, patience_s: float = PATIENCE_S) -> Iterator[
                 background.stop(5.0)
             if cause_of(error) != "taken_over":
                 try:  # briefly: the user is waiting for the error message
-                    with naming_local_copy(place, StoragePath(place.storage).folder):
-                        retry(sync_all, min(patience_s, 5.0))
+                    with naming_local_copy(place):
+                        retry(sync_all, 5.0)
                 except (StoreError, DiskFullError) as failure:
                     _logger.warning("%s", failure)
             raise
-        with naming_local_copy(place, StoragePath(place.storage).folder):
-            background.stop(patience_s)
-            retry(sync_all, patience_s)
+        with naming_local_copy(place):
+            background.stop()
+            retry(sync_all)
 
 
 def upload(place: StoragePath, files: Sequence[str]) -> None:
@@ -110,19 +106,14 @@ def pull_all(place: StoragePath) -> None:
                 Store(folder).pull(folder.folder, (*COMMAND_FILES, *LOG_FILES), remote)
 
 
-def pull_run(place: StoragePath, patience_s: float = PATIENCE_S) -> None:
+def pull_run(place: StoragePath) -> None:
     """Downloads the logs of runs at and below `place`, wherever they train."""
     if place.uri is not None:
-        retry(lambda: _pull_logs(place), patience_s)
+        retry(lambda: _pull_logs(place))
 
 
 def require_unused(place: StoragePath) -> None:
-    """Checks that nothing exists at `place`, neither here nor in the store.
-
-    Raises:
-        ValueError: something exists; it is left unchanged.
-        StoreError: the store cannot be reached.
-    """
+    """Raises ValueError if something exists at `place`, here or in the store; it is left unchanged."""
     if place.uri is None:
         if place.folder.exists():
             raise folder_in_use(place.folder)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import platform
 import shlex
 import threading
@@ -36,16 +37,16 @@ _logger = logging.getLogger(__name__)
 class TrainingFolder:
     """The local folder of a run while it trains; nothing is copied if the storage is a folder itself."""
 
-    def __init__(self, place: StoragePath, *, patience_s: float = PATIENCE_S) -> None:
-        """Stores the arguments; `patience_s` is how long, in seconds, the store may be unreachable later."""
-        self.path, self._place, self._patience_s = place.training_folder, place, patience_s
+    def __init__(self, place: StoragePath) -> None:
+        """Copies nothing yet."""
+        self.path, self._place = place.training_folder, place
         self._writer_before: str | None = None
         self._pushing: RetryingThread | None = None
 
     def open(self, files: Sequence[str] = RUN_FILES) -> None:
         """Downloads `files` of the run, which may have begun on another machine, and starts background uploads."""
         if self._place.uri is not None:
-            retry(lambda: self._download(files), self._patience_s)
+            retry(lambda: self._download(files))
             self._pushing = RetryingThread(self.push, str(self._place))
 
     def push_soon(self) -> None:
@@ -66,9 +67,9 @@ class TrainingFolder:
         """
         pushing, self._pushing = self._pushing, None
         if pushing is not None:
-            with naming_local_copy(self._place, self.path):
-                pushing.stop(self._patience_s)
-                retry(self.push, self._patience_s)
+            with naming_local_copy(self._place):
+                pushing.stop()
+                retry(self.push)
 
     def push(self) -> None:
         """Uploads the files that have changed.
@@ -128,13 +129,9 @@ def editing_log(place: StoragePath) -> Iterator[Path]:
         folder.close()
 
 
-def retry(work: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
-    """Calls `work`, and retries it with backoff while it raises StoreError.
-
-    Raises:
-        StoreError: the store is still unreachable after `patience_s` seconds.
-    """
-    deadline, pause_s = time.monotonic() + patience_s, 0.2
+def retry(work: Callable[[], object], at_most_s: float = math.inf) -> None:
+    """Calls `work`, again and again while it raises StoreError, for at most `PATIENCE_S` or `at_most_s` seconds."""
+    deadline, pause_s = time.monotonic() + min(PATIENCE_S, at_most_s), 0.2
     while True:
         try:
             work()
@@ -147,12 +144,12 @@ def retry(work: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
 
 
 @contextlib.contextmanager
-def naming_local_copy(place: StoragePath, folder: Path) -> Iterator[None]:
-    """Extends a StoreError of the body: says that the files are in `folder`, and which command uploads them."""
+def naming_local_copy(place: StoragePath) -> Iterator[None]:
+    """Extends a StoreError of the body: says where the files are on this machine, and which command uploads them."""
     try:
         yield
     except StoreError as error:
-        whole = place.name.partition("/")[0]  # for a trial, its search
+        whole, folder = place.name.partition("/")[0], StoragePath(place.storage).folder  # for a trial, its search
         command = shlex.join(["triaccel", "resume", whole, "--storage-path", place.storage])
         raise StoreError(
             f"not everything of {place} is in the store ({error}). Nothing is lost: it is in {folder} on this "
@@ -183,12 +180,13 @@ class RetryingThread:
             raise self._error
         self._requested.set()
 
-    def stop(self, patience_s: float) -> None:
+    def stop(self, at_most_s: float = math.inf) -> None:
         """Ends the thread; requested work that has not begun is dropped.
 
         Raises:
-            StoreError: the thread still waits for the store after `patience_s` seconds.
+            StoreError: the thread still waits for the store after `PATIENCE_S` or `at_most_s` seconds.
         """
+        patience_s = min(PATIENCE_S, at_most_s)
         self._is_ending = True
         self._requested.set()
         self._thread.join(patience_s)
