@@ -11,14 +11,17 @@ import io
 import os
 import pickle
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import ray
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put  # no public way to note a value in the GCS
-from ray.train.torch import TorchTrainer
+from ray.train import UserCallback
+from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError
 from ray.util.placement_group import get_current_placement_group, remove_placement_group
@@ -26,6 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from triaccel_ray.apply.agreement import PeerError
 from triaccel_ray.baseline import BaselineLoop
+from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.distributed.ranks import LostRankError
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.records.checkpoint import read_checkpoint
@@ -36,12 +40,6 @@ from triaccel_ray.service.runs.environment import end_with_parent
 from triaccel_ray.service.runs.mailbox import Mailbox, Progress
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.runs.train_controller import (
-    EndOnFailure,
-    NetworkInterfaceConfig,
-    RankFailedError,
-    TooManyLossesError,
-)
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.layout import CHECKPOINT
 from triaccel_ray.service.storage.storage_path import StoragePath
@@ -52,6 +50,8 @@ RESIZE_INTERVAL_S = 10.0
 _WAIT_FOR_GPUS_S, _WAIT_FOR_GPUS_ELASTIC_S = 60.0, 5.0
 """A group waits for GPUs for so long before Ray Train tries again, without end. If it is elastic, some of them may be
 on a lost machine, and GPUs are counted again."""
+_REFRESH_S = 60
+"""Seconds for which the list of machines is refreshed after a loss. Ray notices a lost machine after some 15 s."""
 _STOP_S = 60.0
 """Longest time for the ranks to end when they are asked to."""
 _RAY_TRAIN = {
@@ -112,7 +112,7 @@ class Group:
     def _fit(self, train: Callable[[], None], gpu_range: tuple[int, int], on_gpus: bool) -> None:
         try:
             with TemporaryDirectory(prefix="triaccel-train-", ignore_cleanup_errors=True) as folder:
-                trainer(train, gpu_range, EndOnFailure(self._mailbox, MAX_LOSSES), folder, on_gpus=on_gpus).fit()
+                trainer(train, gpu_range, EndOnFailure(self._mailbox), folder, on_gpus=on_gpus).fit()
         except Exception as error:  # raised by `next_progress`, in the trial's own thread
             self._error = error
         ray.get(self._mailbox.end.remote())
@@ -143,6 +143,80 @@ def trainer(
             logging_config=LoggingConfig(log_level="CRITICAL"),
         ),
     )
+
+
+class RankFailedError(RuntimeError):
+    """A rank has failed by itself, so that another attempt would fail again."""
+
+    def __init__(self, message: str, pickled: bytes, is_peer: bool) -> None:
+        """Takes the exception pickled: Ray's processes need not import the user's code.
+
+        `is_peer` says that it only repeats what another rank has raised.
+        """
+        super().__init__(message, pickled, is_peer)
+        self.pickled, self.is_peer = pickled, is_peer
+
+
+class EndOnFailure(UserCallback):
+    """Ends the group when a rank has failed by itself, or too many are lost while no epoch is trained.
+
+    Ray Train 2.60 would retry any exception of a rank, and counts losses over the whole run, however long it is.
+    """
+
+    def __init__(self, mailbox: Any) -> None:
+        """Takes the actor that knows when an epoch has been trained."""
+        self._mailbox = mailbox
+
+    def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
+        """Raises what ends the run; returns if a process was lost, which Ray Train then replaces."""
+        failed = [error for error in worker_exceptions.values() if isinstance(error, RankFailedError)]
+        if failed and len(failed) == len(worker_exceptions):
+            raise min(failed, key=lambda error: error.is_peer)
+        num_losses = ray.get(self._mailbox.lose.remote())
+        if num_losses > MAX_LOSSES:
+            last = first_line(next(iter(worker_exceptions.values())))
+            raise PreemptedError(
+                f"a process was lost {num_losses} times without an epoch in between, the last time so: {last}"
+            )
+        threading.Thread(target=refresh_cluster_view, name="look-at-cluster", daemon=True).start()
+
+
+def refresh_cluster_view() -> None:
+    """Refreshes Ray Train's list of machines every second for a minute; by default Ray Train does so every 20 s."""
+    # There is no public way. Importing this takes long, and only Ray Train's controller, which has it, calls this.
+    from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as autoscaling
+
+    coordinator = autoscaling.get_or_create_autoscaling_coordinator()
+    for _ in range(_REFRESH_S):
+        with contextlib.suppress(ray.exceptions.RayError):  # the cluster ends, or is busy
+            ray.get(coordinator.get_reserved_resources.remote("", recompute=True))
+        time.sleep(1.0)
+
+
+class NetworkInterfaceConfig(TorchConfig):
+    """Ray Train's configuration of PyTorch, whose ranks use Ray's interface before their process group begins."""
+
+    @property
+    def backend_cls(self) -> Any:
+        """The class that starts the process group."""
+        return _Backend
+
+
+class _Backend(TorchConfig().backend_cls):  # type: ignore[misc]  # which has no public name
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        worker_group.execute(use_rays_interface)
+        super().on_start(worker_group, backend_config)
+
+
+def use_rays_interface() -> None:
+    """Has gloo use the interface by which Ray reaches this machine, unless the environment names one.
+
+    By default it uses that of the machine's name, which on Debian leads to the loopback: no other machine gets there.
+    """
+    address = ray.util.get_node_ip_address()
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def train_rank(spec: RunSpec, place: StoragePath, shared: SharedSplits | None, mailbox: Any) -> None:
@@ -234,8 +308,6 @@ class Follower(Worker):
 def _cause_of_end(error: Exception) -> Exception:
     """Returns what ended the group, without Ray Train's wrapper."""
     cause = error.controller_failure if isinstance(error, ControllerError) else error
-    if isinstance(cause, TooManyLossesError):
-        return PreemptedError(str(cause))
     return pickle.loads(cause.pickled) if isinstance(cause, RankFailedError) else cause
 
 
