@@ -91,9 +91,7 @@ def cap_memory_share(device: torch.device, num_sharing: int, budget_bytes: int |
     return part
 
 
-def start_record(
-    spec: RunSpec, control: ControlConfig, device: torch.device, memory: MemoryMeter, world_size: int
-) -> Start:
+def start_record(spec: RunSpec, control: ControlConfig, memory: MemoryMeter, world_size: int) -> Start:
     """Returns the first record of a run: its settings, the hardware and versions, and the limit of `memory`."""
     info = {"task": spec.task, "method": spec.method, "seed": str(spec.seed), "purpose": spec.purpose.value}
     if spec.trials_per_gpu > 1:
@@ -101,7 +99,7 @@ def start_record(
     return Start(
         control=control,
         goal=spec.goal,
-        info={**info, "memory_source": memory.source, **environment(device)},
+        info={**info, "memory_source": memory.source, **environment(spec.torch_device)},
         parameters={
             **{f"recipe.{name}": value for name, value in encode(spec.recipe).items()},
             "memory_limit_bytes": memory.limit_bytes,

@@ -29,6 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from triaccel_ray.apply.agreement import PeerError
 from triaccel_ray.baseline import BaselineLoop
+from triaccel_ray.config import ControlConfig
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.distributed.ranks import LostRankError
 from triaccel_ray.loop import ControlLoop
@@ -294,8 +295,8 @@ class Follower(Worker):
         """Gives rank 0 what it lacks: the state of this rank's share of the optimizer, if the ranks share it."""
         self.loop.state_dict()
 
-    def _build_loop(self) -> ControlLoop | BaselineLoop:
-        self.loop = super()._build_loop()
+    def _build_loop(self, control: ControlConfig) -> ControlLoop | BaselineLoop:
+        self.loop = super()._build_loop(control)
         self._seed()
         return self.loop
 

@@ -13,7 +13,7 @@ import torch
 
 from triaccel_ray.apply.evaluate import Evaluation
 from triaccel_ray.baseline import BaselineLoop
-from triaccel_ray.config import require
+from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.cuda.allocator import use_lean_memory
 from triaccel_ray.data.sources import DataSource
 from triaccel_ray.distributed.ranks import Ranks
@@ -22,7 +22,7 @@ from triaccel_ray.measure.score import BYTES_PER_GB, EpochTimes, efficiency_scor
 from triaccel_ray.model.dry_run import forbidding_exit, users_lines
 from triaccel_ray.records.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.events import End, Epoch, LogError
+from triaccel_ray.records.events import End, Epoch, LogError, Tick
 from triaccel_ray.records.goal import LOSS
 from triaccel_ray.service.failures import (
     NonFiniteLossError,
@@ -70,7 +70,7 @@ class Worker:
         require(self._task.goal == spec.goal, "objective of the task", self._task.objective, rule)
         self._splits, self._at_end = samples_of(spec, self._task, splits)
         self._control = fitted_control(spec, len(self._splits.train))
-        self.loop = self._build_loop()
+        self.loop = self._build_loop(self._control)
         self._times = EpochTimes()
         self._trained_model = TrainedModel(spec, folder, self.log.confirm)
         self._one_view: Mapping[str, float] = {}
@@ -100,7 +100,7 @@ class Worker:
         self.log.take_over()
         for torn in self.folder.glob(".*.pt.*.partial"):
             torn.unlink()  # left by a process that was lost while it wrote
-        notes: list[str] = []
+        notes, size = list[str](), self.ranks.world_size
         num_kept: int | None = None
         for path in (self.folder / CHECKPOINT, self.folder / PREVIOUS):
             if num_kept is None and path.exists():
@@ -114,10 +114,9 @@ class Worker:
             if self.log.keep_replaced():
                 notes.append(f"no checkpoint can be read, and what was recorded is in {REPLACED}")
             self.log.open()
-            world_size, memory = self.ranks.world_size, self.loop.memory
-            self.log.append(start_record(self.spec, self._control, self.device, memory, world_size))
+            self.log.append(start_record(self.spec, self._control, self.loop.memory, size))
         (self.folder / ERROR).unlink(missing_ok=True)  # an interruption is about to be recorded in its place
-        epoch, size = self.loop.sampler.epoch, self.ranks.world_size
+        epoch = self.loop.sampler.epoch
         notes.insert(0, f"goes on after epoch {epoch}" if epoch else "begins again")
         self.log.record_interruption(num_kept or 1, world_size=size, epoch=epoch, notes=notes)
         return epoch
@@ -307,20 +306,15 @@ class Worker:
         self._times.load_state_dict(state["epoch_times"])
         self.last = None if state["last"] is None else decode(Epoch, state["last"])
 
-    def _build_loop(self) -> ControlLoop | BaselineLoop:
-        return build_loop(
-            self.spec,
-            self._task,
-            self._splits,
-            control=self._control,
-            device=self.device,
-            budget_bytes=self._budget_bytes,
-            on_tick=self.log.append,
-        )
+    def _build_loop(self, control: ControlConfig) -> ControlLoop | BaselineLoop:
+        return build_loop(self.spec, self._task, self._splits, control, self._budget_bytes, self._on_tick)
+
+    def _on_tick(self, tick: Tick) -> None:
+        self.log.append(tick)
 
     def _rebuild_loop(self) -> None:
         self._drop_loop()  # first: its memory would count as the next one's
-        self.loop = self._build_loop()
+        self.loop = self._build_loop(self._control)
         self._times, self.last = EpochTimes(), None
 
     def _drop_loop(self) -> None:
