@@ -53,11 +53,7 @@ class BatchTuner(Worker):
         return next_size_to_time(self._control.batch, timed)
 
     def advance(self) -> None:
-        """Times the next batch size and logs it.
-
-        Raises:
-            torch.OutOfMemoryError, MemoryError: not even the smallest size fits.
-        """
+        """Times the next batch size and logs it; raises OutOfMemoryError if not even the smallest fits."""
         size = self._next_size
         assert size is not None  # not finished
         self._throughputs[size] = throughput = self._time(size)
@@ -132,11 +128,7 @@ def _settle(loop: ControlLoop) -> tuple[Fault, ...]:
 
 
 def _typical_step(loop: ControlLoop) -> float:
-    """Returns the milliseconds of a step on a whole batch, as `StepTimer.read` gives them.
-
-    Raises:
-        ValueError: no batch of an epoch is whole.
-    """
+    """Returns the milliseconds of a step on a whole batch; raises ValueError if no batch of an epoch is whole."""
     loop.timer.restart()
     began = time.perf_counter()
     for _ in range(_MAX_STEPS // _MIN_TIMED_STEPS):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from triaccel_ray.config import ControlConfig
+from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.measure.memory import MIB, MemoryMeter, memory_meter, mib
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import Start
@@ -56,17 +56,11 @@ def require_budget(spec: RunSpec) -> None:
 def part_of_device(total_bytes: int, num_sharing: int, budget_bytes: int | None = None) -> int:
     """Returns the bytes each of `num_sharing` processes may hold on a device: an equal part less `RESERVE_BYTES`.
 
-    If `budget_bytes` is given and fits into this part, it is returned instead.
-
-    Raises:
-        ValueError: the budget is larger than the part, or the reserve leaves nothing of the part.
+    If `budget_bytes` is given it is returned instead, unless it is larger, which raises ValueError.
     """
     part = total_bytes // num_sharing - RESERVE_BYTES
-    if part <= 0:
-        raise ValueError(
-            f"trials-per-gpu = {num_sharing}: of {mib(total_bytes)} nothing is left to each but the "
-            f"{mib(RESERVE_BYTES)} that it must leave free; let fewer share the device"
-        )
+    left = f"of {mib(total_bytes)} nothing is left to each but the {mib(RESERVE_BYTES)} that it must leave free"
+    require(part > 0, "trials-per-gpu", num_sharing, f"{left}; let fewer share the device")
     if budget_bytes is not None and budget_bytes > part:
         raise ValueError(
             f"memory budget = {mib(budget_bytes)}: must be at most {mib(part)}, the part of each of {num_sharing} "
@@ -79,10 +73,7 @@ def cap_memory_share(device: torch.device, num_sharing: int, budget_bytes: int |
     """Returns the memory budget of a process that shares a GPU with others, and caps its memory there.
 
     The cap ends when the process's loop is closed. A process on a CPU, or with a GPU of its own, is not capped and gets
-    `budget_bytes` back.
-
-    Raises:
-        ValueError: see `part_of_device`; or the CUDA context alone takes more.
+    `budget_bytes` back. Raises as `part_of_device`.
     """
     if num_sharing == 1 or device.type != "cuda":
         return budget_bytes

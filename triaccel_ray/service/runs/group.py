@@ -100,11 +100,11 @@ class Group:
         raise _cause_of_end(self._error)
 
     def stop(self) -> None:
-        """Ends the ranks before their next epoch, and returns when they are gone.
-
-        If they do not end, this process does, and Ray ends what it has started.
-        """
+        """Has the ranks end before their next epoch."""
         ray.get(self._mailbox.stop.remote())
+
+    def close(self) -> None:
+        """Returns when the ranks are gone. If they do not end, this process does, and Ray ends what it has started."""
         self._thread.join(_STOP_S)
         if self._thread.is_alive():
             os._exit(1)
@@ -266,7 +266,7 @@ def _train(spec: RunSpec, place: StoragePath, shared: SharedSplits | None, mailb
         except (DiskFullError, TakenOverError, LostRankError):
             raise
         except Exception as error:
-            if leads and worker.log.is_open:
+            if leads and worker.has_begun:
                 worker.fail(error)  # here: the store may be away, and the folder is this machine's
             raise
 

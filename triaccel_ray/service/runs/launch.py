@@ -66,9 +66,7 @@ def run_all(
 
     Each run trains in `root / name`, with samples from `shared` if given, in its own process unless `reuse_actors`.
     Failures are wrapped in RunFailedError, except a StoreError and the error of a run that never began.
-
-    Raises:
-        DiskFullError, TakenOverError, KeyboardInterrupt: see `fit`.
+    Raises as `fit`.
     """
     if not specs:
         return {}
@@ -167,9 +165,6 @@ def cpus_of_a_run(num_gpus: float) -> int:
 
     Runs that share a machine's cores slow down each other's steps, whose time they are judged by. The environment
     variable `TRIACCEL_CPUS_PER_RUN` sets another number, for large machines without a GPU.
-
-    Raises:
-        ValueError: the variable is not a whole number of at least 1.
     """
     given = os.environ.get("TRIACCEL_CPUS_PER_RUN")
     if given is not None:

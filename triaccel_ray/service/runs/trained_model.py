@@ -26,11 +26,7 @@ class TrainedModel:
     """
 
     def __init__(self, spec: RunSpec, folder: Path, confirm: Callable[[], None]) -> None:
-        """Writes nothing yet.
-
-        Methods that write raise DiskFullError if there is no room. Before they replace the file they call `confirm`,
-        which raises TakenOverError if another process has taken over the run.
-        """
+        """Writes nothing yet; before the file is replaced, `confirm` is called, and may raise."""
         self._confirm = confirm
         self._keep, self._goal, self._path = spec.keep, spec.goal, folder / MODEL
         self._best: Epoch | None = None

@@ -45,7 +45,10 @@ from triaccel_ray.trainables.task import Purpose, Splits
 
 
 class Worker:
-    """Trains one run epoch by epoch, writes its event log, saves and restores it."""
+    """Trains one run epoch by epoch, writes its event log, saves and restores it.
+
+    What writes raises DiskFullError if there is no room, and TakenOverError if another process has taken over the run.
+    """
 
     def __init__(self, spec: RunSpec, folder: Path, splits: Splits | None = None) -> None:
         """Builds model, data and loop; everything the run writes goes below `folder`.
@@ -82,6 +85,11 @@ class Worker:
     def performance(self) -> Performance | None:
         """The figures after the last epoch, on the validation samples; None if no epoch was evaluated on them."""
         return None if self.last is None else performance_of(self.last, self.spec.goal)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run's log has been opened."""
+        return self.log.is_open
 
     @property
     def finished(self) -> bool:
@@ -147,7 +155,6 @@ class Worker:
             NonFiniteLossError: the training loss or the metric is not finite, or the validation loss and a value in
                 the model are not.
             torch.OutOfMemoryError, MemoryError: not even one sample fits.
-            TakenOverError: another process has taken over the run.
         """
         plan, began = self.loop.plan, time.thread_time()
         stats = self.loop.train_epoch()
@@ -222,7 +229,7 @@ class Worker:
         self.log.append(failure_record(error))
 
     def close(self) -> None:
-        """Frees model, data and memory, and closes the log; raises DiskFullError if there is no room for it."""
+        """Frees model, data and memory, and closes the log."""
         del self._splits, self._at_end
         try:
             self._drop_loop()
@@ -246,10 +253,7 @@ class Worker:
         """Writes the checkpoint that `resume` restores, and keeps the previous one.
 
         Does nothing once the log has ended: `stop`, from another thread, may have ended it before the epoch was logged.
-
-        Raises:
-            DiskFullError: there is no room; the previous checkpoint stays.
-            TakenOverError: another process has taken over the run; likewise.
+        If it raises, the previous checkpoint stays.
         """
         loop = self.loop.state_dict()  # a collective, if ranks share the optimizer
         # On the disk: a checkpoint must never count records that a power cut can lose. It does not count an end record
@@ -275,10 +279,7 @@ class Worker:
         """Restores the checkpoint at `path`: cuts the event log back to it, and rewrites the best weights from it.
 
         Returns the number of records kept; or None, and why the checkpoint is damaged or does not belong to this log.
-
-        Raises:
-            CheckpointError: the checkpoint belongs to another run, or another version has written it.
-            DiskFullError, MemoryError, torch.OutOfMemoryError: there is no room.
+        One that is intact, but of another run or version, or has no room, raises.
         """
         try:
             state = load_checkpoint(path)

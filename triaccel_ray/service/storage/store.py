@@ -57,7 +57,8 @@ class Stamp:
 class Store:
     """The folder in a remote store that a storage path names; cheap to create, because connections are cached.
 
-    An operation that fails raises StoreError, with the reason and what to do.
+    An operation that fails raises StoreError, with the reason and what to do; a download for which this machine's disk
+    has no room raises DiskFullError.
     """
 
     place: StoragePath
@@ -87,11 +88,7 @@ class Store:
             return str(source.read().decode())
 
     def read(self, name: str, target: Path) -> None:
-        """Downloads a file to `target`, which is replaced atomically.
-
-        Raises:
-            DiskFullError: this machine's disk has no room for it.
-        """
+        """Downloads a file to `target`, which is replaced atomically."""
         with (
             self._opened() as (filesystem, folder),
             reporting_full_disk(target.parent),
@@ -157,9 +154,6 @@ class Store:
         """Downloads those `files` that `folder` lacks or has in another version; an empty one deletes the local file.
 
         A command's file that is newer here is kept: the command may have been killed before it could upload it.
-
-        Raises:
-            DiskFullError: the disk has no room for them.
         """
         for file in reversed(files):
             path, stamp = folder / file, remote.get(file)
@@ -201,11 +195,7 @@ def _exists(filesystem: Any, root: str) -> bool:
 
 @functools.cache
 def _open(uri: str) -> tuple[Any, str]:
-    """Returns the file system, and the path in it without a trailing slash.
-
-    Raises:
-        StoreError: the file system or the bucket does not exist.
-    """
+    """Returns the file system, and the path in it without a trailing slash."""
     from pyarrow import fs
 
     with _explained(uri, STORE_RULE):

@@ -35,7 +35,10 @@ _logger = logging.getLogger(__name__)
 
 
 class TrainingFolder:
-    """The local folder of a run while it trains; nothing is copied if the storage is a folder itself."""
+    """The local folder of a run while it trains; nothing is copied if the storage is a folder itself.
+
+    Methods that upload raise TakenOverError if the run continues in another training folder.
+    """
 
     def __init__(self, place: StoragePath) -> None:
         """Copies nothing yet."""
@@ -50,11 +53,7 @@ class TrainingFolder:
             self._pushing = RetryingThread(self.push, str(self._place))
 
     def push_soon(self) -> None:
-        """Requests an upload of changed files in the background.
-
-        Raises:
-            TakenOverError: the run continues in another training folder.
-        """
+        """Requests an upload of changed files in the background."""
         if self._pushing is not None:
             self._pushing.request()
 
@@ -63,7 +62,6 @@ class TrainingFolder:
 
         Raises:
             StoreError: the store cannot be reached; the message names the local folder, and the command to upload it.
-            TakenOverError: the run continues in another training folder.
         """
         pushing, self._pushing = self._pushing, None
         if pushing is not None:
@@ -72,11 +70,7 @@ class TrainingFolder:
                 retry(self.push)
 
     def push(self) -> None:
-        """Uploads the files that have changed.
-
-        Raises:
-            TakenOverError: the run continues in another training folder.
-        """
+        """Uploads the files that have changed."""
         if not any((self.path / file).exists() for file in RUN_FILES):
             return  # a refused run must not reserve its name
         with FileLock(self.path / ".push.lock"):
@@ -183,8 +177,7 @@ class RetryingThread:
     def stop(self, at_most_s: float = math.inf) -> None:
         """Ends the thread; requested work that has not begun is dropped.
 
-        Raises:
-            StoreError: the thread still waits for the store after `PATIENCE_S` or `at_most_s` seconds.
+        Raises StoreError if the thread still waits for the store after `PATIENCE_S` or `at_most_s` seconds.
         """
         patience_s = min(PATIENCE_S, at_most_s)
         self._is_ending = True
