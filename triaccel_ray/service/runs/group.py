@@ -96,8 +96,10 @@ class Group:
         if progress is not None:
             return progress
         self._thread.join()
-        assert self._error is not None  # without one, the run has finished
-        raise _cause_of_end(self._error)
+        error = self._error
+        assert error is not None  # without one, the run has finished
+        cause = error.controller_failure if isinstance(error, ControllerError) else error
+        raise pickle.loads(cause.pickled) if isinstance(cause, RankFailedError) else cause
 
     def stop(self) -> None:
         """Has the ranks end before their next epoch."""
@@ -304,12 +306,6 @@ class Follower(Worker):
         """Seeds the generators of this rank: with rank 0's states, it would drop out the same units."""
         key = (self.spec.seed, self.ranks.rank, self.loop.sampler.epoch)
         seed_everything(hash(key) % 2**32)  # a hash of integers is the same in all processes
-
-
-def _cause_of_end(error: Exception) -> Exception:
-    """Returns what ended the group, without Ray Train's wrapper."""
-    cause = error.controller_failure if isinstance(error, ControllerError) else error
-    return pickle.loads(cause.pickled) if isinstance(cause, RankFailedError) else cause
 
 
 def release_gpus(place: StoragePath) -> None:

@@ -187,7 +187,7 @@ class _BegunTrials(tune.Callback):
         self.trials[trial.config[NAME_KEY]] = trial
 
 
-class _StopAllTrials(tune.Stopper):
+class _StopAllTrials(tune.Stopper):  # no part of the callback: Tune pickles it with its own state
     """Stops all trials once one finds the disk full, or its run taken over by another process."""
 
     _is_found = False
