@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from triaccel_ray.service.storage import mirror, training_folder
+from triaccel_ray.service.storage import training_folder
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.training_folder import TrainingFolder
 
@@ -38,8 +38,7 @@ class Machines:
 
     def give_up_after(self, seconds: float) -> None:
         """Sets how long the store may be unreachable."""
-        for module in (mirror, training_folder):
-            self.monkeypatch.setattr(module, "PATIENCE_S", seconds)
+        self.monkeypatch.setattr(training_folder, "PATIENCE_S", seconds)
 
     @contextmanager
     def unreachable(self) -> Iterator[None]:
