@@ -26,8 +26,7 @@ from tests.service.waiting import answers, wait_until
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import read_search
-from triaccel_ray.service.storage.copies import WRITER
-from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, MODEL, SPEC
+from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, MODEL, SPEC, WRITER
 from triaccel_ray.service.storage.mirror import pull_all
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Store
@@ -232,7 +231,8 @@ def test_an_s3_server_that_nobody_has_started(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     uri = f"s3://bucket/x?endpoint_override=127.0.0.1:{free_port()}&scheme=http&region=us-east-1"
+    monkeypatch.setattr("triaccel_ray.service.storage.training_folder.PATIENCE_S", 0.0)
     with pytest.raises(StoreError, match="NETWORK_CONNECTION") as refusal:
-        TrainingFolder(StoragePath(uri, "run"), patience_s=0.0).open()
+        TrainingFolder(StoragePath(uri, "run")).open()
     assert "\n" not in str(refusal.value)
     assert "s3cr3t" not in str(refusal.value)

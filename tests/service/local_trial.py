@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from triaccel_ray.service.runs.checkpointing import CheckpointPolicy
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trial import NAME_KEY, RunTrial, TrialContext
@@ -15,7 +14,7 @@ class LocalTrial(RunTrial):
     context: TrialContext
 
     def setup(self, config: dict[str, Any], context: TrialContext | None = None) -> None:
-        self._context, self._checkpoint_policy = self.context, CheckpointPolicy()
+        self._context = self.context
         self._configure(config)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.service.waiting import COMMAND_S
 from triaccel_ray.service.cli.parsing import parse
-from triaccel_ray.service.runs.methods import METHODS
+from triaccel_ray.service.runs.spec import METHODS
 
 TRAIN = ("run", "search", "compare", "tune-batch")
 COMMANDS = (*TRAIN, "report", "replay", "resume", "ui", "doctor", "submit", "jobs", "logs", "stop")

@@ -9,11 +9,8 @@ import contextlib
 import errno
 import math
 import pickle
-import shutil
-import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch import nn
@@ -22,9 +19,9 @@ from triaccel_ray.apply.evaluate import Evaluation
 from triaccel_ray.cuda.out_of_memory import is_out_of_memory
 from triaccel_ray.distributed.ranks import LostRankError
 from triaccel_ray.model.dry_run import IN_YOUR_CODE
-from triaccel_ray.records.events import End, Epoch, EventLog, Interruption, LogError, Start, TakenOverError, read_events
+from triaccel_ray.records.events import End, TakenOverError
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.storage.layout import DAMAGED, ERROR, REPLACED
+from triaccel_ray.service.storage.layout import ERROR
 
 MAX_LOSSES = 3
 """Lost processes that a run survives; a run on several ranks survives as many in each epoch. One more is a failure."""
@@ -99,10 +96,9 @@ def failure_record(error: Exception) -> End:
 
 
 def require_finite_result(evaluation: Evaluation, model: nn.Module, goal: Goal, way_out: str) -> None:
-    """Checks the result of an evaluation on held-out samples; a non-finite loss alone may be intended by the task.
+    """Raises NonFiniteLossError if the metric on held-out samples, or the loss and a value in the model, is not finite.
 
-    Raises:
-        NonFiniteLossError: the loss and a value in the model are not finite, or the metric is not.
+    A loss that is not finite may be the task's intention.
     """
     # An overflow may have reached a norm's running statistics.
     tensors = (*model.parameters(), *model.buffers())
@@ -135,11 +131,7 @@ def write_traceback(folder: Path, error: BaseException) -> None:
 
 @contextlib.contextmanager
 def reporting_full_disk(folder: Path) -> Iterator[None]:
-    """Wraps writes to the disk of `folder`, and turns the error of a full disk into a `DiskFullError`.
-
-    Raises:
-        DiskFullError: the disk is full.
-    """
+    """Wraps writes to the disk of `folder`, and turns the error of a full disk into a `DiskFullError`."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -159,81 +151,3 @@ def is_disk_full(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
-
-
-def quarantine_damaged_log(path: Path) -> str:
-    """Truncates a damaged event log to the records before the damage; the full log is kept beside it as DAMAGED.
-
-    Returns a message about it; empty if the log is intact or missing.
-    """
-    num_whole = 0
-    try:
-        for event in read_events(path):
-            if num_whole == 0 and not isinstance(event.record, Start):
-                break
-            num_whole += 1
-        else:
-            return ""
-    except LogError:
-        if not path.exists():
-            return ""
-    with reporting_full_disk(path.parent):
-        shutil.copyfile(path, path.with_name(DAMAGED))
-        EventLog(path, keep=num_whole).close()
-    return f"its log is damaged after {num_whole} records; all of it is in {DAMAGED}"
-
-
-def keep_replaced(path: Path) -> bool:
-    """Copies a log that holds epochs to REPLACED, before its run starts over; returns whether it did."""
-    if not path.exists() or not any(isinstance(event.record, Epoch) for event in read_events(path)):
-        return False
-    with reporting_full_disk(path.parent):
-        shutil.copyfile(path, path.with_name(REPLACED))
-    return True
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogHistory:
-    """What an earlier process has left in a run's log."""
-
-    interruptions: Sequence[tuple[int, Interruption]] = ()
-    """Earlier interruptions with their indices."""
-    latest: Interruption | None = None
-    """The interruption to append now; None if nothing is recorded."""
-    times_ms: Sequence[int] = ()
-    """Unix time of each record, in milliseconds."""
-
-    def interruption(self, num_kept: int, *, world_size: int) -> Interruption | None:
-        """Returns the interruption to append after the first `num_kept` records, by one of `world_size` processes."""
-        found = self.latest
-        if found is None:
-            return None
-        if world_size > found.world_size_before and found.cause == "preempted":
-            # Ray Train ends the processes to begin again with more, which looks like a loss.
-            found = replace(found, cause="resized", message="processes have been added")
-        if world_size != found.world_size_before:
-            found = replace(found, message=f"{found.message}; {found.world_size_before} -> {world_size} processes")
-        # Work since the checkpoint is repeated; before an earlier interruption, it is counted there.
-        indices = [num_kept - 1, *(index for index, _ in self.interruptions)]
-        since_ms = max((self.times_ms[index] for index in indices if index < len(self.times_ms)), default=None)
-        seconds_lost = None if since_ms is None else max(time.time() - since_ms / 1e3, 0.0)
-        return replace(found, world_size=world_size, seconds_lost=seconds_lost)
-
-
-def history_of(path: Path) -> LogHistory:
-    """Returns what the log at `path` says of the processes that wrote it; an empty history if it cannot be read."""
-    try:
-        events = list(read_events(path))
-    except LogError:
-        return LogHistory()
-    if not events:
-        return LogHistory()
-    records, end = [event.record for event in events], events[-1].record
-    earlier = [(index, record) for index, record in enumerate(records) if isinstance(record, Interruption)]
-    cause, message = "preempted", "the process or its node was lost"
-    if isinstance(end, End):
-        cause, message = end.cause or end.status, end.message or f"it was {end.status}"
-    before = records[0].parameters.get("world_size", 1) if isinstance(records[0], Start) else 1
-    world_size = earlier[-1][1].world_size if earlier else int(before or 1)
-    latest = Interruption(cause=cause, message=message, epoch=0, world_size_before=world_size)
-    return LogHistory(interruptions=earlier, latest=latest, times_ms=[event.time_ms for event in events])

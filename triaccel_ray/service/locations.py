@@ -59,11 +59,7 @@ def named_store(given: str | None) -> str | None:
 
 
 def tracker_of(where: Locations) -> Tracker:
-    """Returns the tracker of the given store, else of the SQLite file in the storage folder; opens nothing.
-
-    Raises:
-        TrackingUnavailableError: no store is given, and the storage is a URI.
-    """
+    """Returns the tracker of `tracking_uri_of`, which raises; opens nothing."""
     storage, uri = where.storage_path, tracking_uri_of(where)
     home = storage.folder if storage.uri is None else Path(uri.removeprefix("sqlite:///")).absolute().parent
     return Tracker(uri, home / "artifacts")
@@ -85,11 +81,7 @@ def storage_of(where: Locations, *, writable: bool) -> StoragePath:
 
 
 def require_storage(folder: Path, *, create: bool = False) -> None:
-    """Checks that the storage folder is writable, or could be created; `create` creates it.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raises ValueError unless the storage folder is writable, or could be created; `create` creates it."""
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     problem = "" if nearest.is_dir() else f"{nearest} is not a folder"
     if not problem and not os.access(nearest, os.W_OK | os.X_OK):
@@ -104,11 +96,7 @@ def require_storage(folder: Path, *, create: bool = False) -> None:
 
 
 def new_name(given: str | None, *parts: str) -> str:
-    """Returns the given name, or one made of `parts` and the time.
-
-    Raises:
-        ValueError: the given name is no valid folder name.
-    """
+    """Returns the given name, checked by `checked_name`, or one made of `parts` and the time."""
     if given is not None:
         return checked_name(given)
     text = "-".join([*parts, time.strftime("%Y%m%d-%H%M%S")])
@@ -120,11 +108,7 @@ _RESERVED = ("artifacts", "mlflow.db")
 
 
 def checked_name(name: str) -> str:
-    """Returns `name` if it stays inside the storage folder.
-
-    Raises:
-        ValueError: it does not, or has characters that file systems and MLflow treat differently.
-    """
+    """Returns `name`; raises ValueError if file systems and MLflow would not treat it as the name of one folder."""
     rule = "must begin with a letter or digit and hold letters, digits, '.', '_' and '-' alone, 100 at most"
     require(is_plain_name(name), "name", name, rule)
     require(name not in _RESERVED, "name", name, "is where MLflow's records lie; choose another")
@@ -132,11 +116,7 @@ def checked_name(name: str) -> str:
 
 
 def require_experiment(experiment: str) -> None:
-    """Checks that MLflow accepts this name of an experiment.
-
-    Raises:
-        ValueError: it is empty, too long, or has unprintable characters.
-    """
+    """Raises ValueError unless MLflow accepts this name of an experiment."""
     rule = "must name an MLflow experiment in 1 to 200 printable characters; leave it out for the default"
     is_name = experiment.strip() != "" and experiment.isprintable() and len(experiment) <= 200
     require(is_name, "experiment", experiment, rule)

@@ -11,7 +11,7 @@ import torch
 from tests.distributed.worker_pool import WorkerPool
 from tests.service.runs.several import CONTROL, NUM_SAMPLES, samples_of_epochs, several_spec, told
 from triaccel_ray.records.checkpoint import load_checkpoint, save_checkpoint
-from triaccel_ray.service.runs.follower import Follower
+from triaccel_ray.service.runs.group import Follower
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker

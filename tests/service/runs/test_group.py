@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.service.runs.several import NUM_SAMPLES, Several, samples_of_epochs, several_spec
 from tests.service.waiting import processes, wait_until
 from triaccel_ray.service.failures import RunFailedError
-from triaccel_ray.service.runs import group, train_controller
+from triaccel_ray.service.runs import group
 from triaccel_ray.service.runs.launch import run_all
 from triaccel_ray.service.runs.mailbox import Mailbox, Progress
 from triaccel_ray.service.runs.record import read_run
@@ -104,10 +104,10 @@ def test_an_error_of_one_rank_before_training_leaves_no_run(tmp_path: Path) -> N
 
 def test_ranks_use_the_interface_of_ray_unless_the_user_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    train_controller.use_rays_interface()
+    group.use_rays_interface()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    train_controller.use_rays_interface()
+    group.use_rays_interface()
     found = psutil.net_if_addrs()[os.environ["GLOO_SOCKET_IFNAME"]]
     assert ray.util.get_node_ip_address() in [each.address for each in found]
 
@@ -117,8 +117,8 @@ def test_ray_train_looks_at_the_cluster_when_it_is_asked(monkeypatch: pytest.Mon
     coordinator = default_autoscaling_coordinator.get_or_create_autoscaling_coordinator()
     ray.get(coordinator.request_resources.remote("group", [{"CPU": 1}], expire_after_s=60))
     node = ray.get_runtime_context().get_node_id()
-    monkeypatch.setattr(train_controller, "_REFRESH_S", 1)
-    train_controller.refresh_cluster_view()
+    monkeypatch.setattr(group, "_REFRESH_S", 1)
+    group.refresh_cluster_view()
     assert node in ray.get(coordinator.get_reserved_resources.remote("group"))
 
 
@@ -140,10 +140,8 @@ def test_a_group_of_fixed_size_waits_longer_for_gpus_also_after_an_elastic_one(
     """Tune has one process train run after run."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
     waited = []
-    for gpus in ("2..3", "2"):
-        setup = group.GroupSetup(
-            spec=several_spec(gpus=gpus), place=StoragePath(str(tmp_path)), on_gpus=False, shared=None
-        )
-        group._trainer(setup, ray.remote(Mailbox).remote(), str(tmp_path))
+    for gpu_range in ((2, 3), (2, 2)):
+        callback = group.EndOnFailure(ray.remote(Mailbox).remote())
+        group.trainer(lambda: None, gpu_range, callback, str(tmp_path), on_gpus=False)
         waited.append(float(os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"]))
     assert waited == [5.0, 60.0]

@@ -9,8 +9,7 @@ import torch
 from triaccel_ray.baseline import Baseline
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.service.runs.methods import BASELINES, METHODS
-from triaccel_ray.service.runs.spec import RunSpec, run_spec
+from triaccel_ray.service.runs.spec import BASELINES, METHODS, RunSpec, run_spec
 from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.task import Purpose
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from triaccel_ray.records.events import End
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.search_spaces.thresholds import calibration, thresholds
-from triaccel_ray.service.runs import checkpointing
+from triaccel_ray.service.runs import worker as worker_module
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import end_run, read_run
 from triaccel_ray.service.runs.spec import RunSpec
@@ -295,7 +296,7 @@ def test_checkpoints_take_a_twentieth_of_the_time_but_for_the_last(
         now[0] += 10.0
 
     monkeypatch.setattr(Worker, "checkpoint", save_slowly)
-    monkeypatch.setattr(checkpointing, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now[0], thread_time=time.thread_time))
     for _ in range(5):
         trial.step()
         now[0] += between

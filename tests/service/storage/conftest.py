@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from triaccel_ray.service.storage import training_folder
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.training_folder import TrainingFolder
 
@@ -33,12 +34,18 @@ class Machines:
     def move_to(self, name: str) -> TrainingFolder:
         """Makes this process one of the machine `name`; returns the run's training folder there."""
         self.monkeypatch.setenv("XDG_CACHE_HOME", str(self.root / name))
-        return TrainingFolder(self.place, patience_s=0.3)
+        return TrainingFolder(self.place)
+
+    def give_up_after(self, seconds: float) -> None:
+        """Sets how long the store may be unreachable."""
+        self.monkeypatch.setattr(training_folder, "PATIENCE_S", seconds)
 
     @contextmanager
     def unreachable(self) -> Iterator[None]:
         self.store.rename(self.root / "out-of-reach")
+        self.give_up_after(0.3)
         yield
+        self.give_up_after(60.0)
         (self.root / "out-of-reach").rename(self.store)
 
 

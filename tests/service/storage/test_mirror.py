@@ -11,8 +11,7 @@ from tests.service.waiting import wait_until
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.storage import mirror
-from triaccel_ray.service.storage.copies import PAGE_FILES
-from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, REPORT, SPEC, claiming_name
+from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, PAGE_FILES, REPORT, SPEC, claiming_name
 from triaccel_ray.service.storage.mirror import mirrored, pull_all, require_unused, upload
 from triaccel_ray.service.storage.storage_path import StoragePath
 
@@ -31,8 +30,9 @@ def test_a_command_and_its_store_hold_the_same(machines: Machines, caplog: pytes
         write(there, {"trials.jsonl": "of somebody who does not know"})
         pull_all(place)  # another command here only looks
         assert held(place.folder)["trials.jsonl"] == "t0\n"
+        machines.monkeypatch.setattr(mirror, "PATIENCE_S", 0.0)
         busy = "another process of this machine works on it"
-        with pytest.raises(StoreError, match=busy), mirrored(trial, patience_s=0):
+        with pytest.raises(StoreError, match=busy), mirrored(trial):
             pass
     assert held(there / "trials" / "t0")["mlflow.json"] == "recorded"
     assert held(there) == {"search.json": "{}", EVENTS: "of the search\n", "trials.jsonl": "t0\n"}
@@ -70,10 +70,10 @@ def test_a_command_that_cannot_reach_the_store_at_its_end_says_so(
     words = f"triaccel resume run --storage-path {machines.place.storage}"
     said = f"`{words}` typed here uploads it once the store answers"
     away = machines.unreachable()
-    with pytest.raises(StoreError, match=re.escape(said)), mirrored(machines.place, patience_s=0.3):
+    with pytest.raises(StoreError, match=re.escape(said)), mirrored(machines.place):
         away.__enter__()
     away.__exit__(None, None, None)
-    with suppress(KeyboardInterrupt), mirrored(machines.place, patience_s=0.3):
+    with suppress(KeyboardInterrupt), mirrored(machines.place):
         machines.unreachable().__enter__()
         raise KeyboardInterrupt
     assert said in caplog.text
@@ -83,8 +83,8 @@ def test_what_a_command_that_fails_has_written_is_brought_though_its_exchange_ha
     machines.monkeypatch.setattr(mirror, "INTERVAL_S", 3600.0)
     end = mirror.RetryingThread.stop
 
-    def hang(following: mirror.RetryingThread, patience_s: float) -> None:
-        end(following, patience_s)
+    def hang(following: mirror.RetryingThread, at_most_s: float) -> None:
+        end(following, at_most_s)
         raise StoreError("the store has not answered")
 
     machines.monkeypatch.setattr(mirror.RetryingThread, "stop", hang)

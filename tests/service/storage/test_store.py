@@ -12,9 +12,9 @@ from tests.service.waiting import wait_until
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import DiskFullError, StoreError
 from triaccel_ray.service.storage.mirror import pull_run
-from triaccel_ray.service.storage.retrying import RetryingThread, retry
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp, Store
+from triaccel_ray.service.storage.training_folder import RetryingThread, retry
 
 
 def test_a_store_that_cannot_be_used_says_so(tmp_path: Path) -> None:
@@ -72,8 +72,9 @@ def test_a_file_in_a_store_has_a_date_that_the_kernel_gives_no_other(tmp_path: P
 def test_a_store_that_returns_in_time_was_never_away(machines: Machines) -> None:
     with machines.unreachable():
         with pytest.raises(StoreError, match="there is no"):
-            pull_run(machines.place, patience_s=0.3)
+            pull_run(machines.place)
         threading.Timer(0.5, (machines.root / "out-of-reach").rename, [machines.store]).start()
+        machines.give_up_after(60.0)
         retry(lambda: Store(machines.place.parent).check(writable=False))
         machines.store.rename(machines.root / "out-of-reach")
 
@@ -81,7 +82,7 @@ def test_a_store_that_returns_in_time_was_never_away(machines: Machines) -> None
 def test_work_in_the_background_is_done_once_the_store_is_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("triaccel_ray.service.storage.retrying.RETRY_S", 0.05)
+    monkeypatch.setattr("triaccel_ray.service.storage.training_folder.RETRY_S", 0.05)
     errors: list[Exception | None] = [StoreError("storage path = 'x': out of reach")]
     done = threading.Event()
 

@@ -14,8 +14,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from triaccel_ray.service.cli.settings import options, settings_of
 from triaccel_ray.service.compare.spec import ComparisonSpec
-from triaccel_ray.service.runs.methods import METHODS, PROBE, TUNE_BATCH
-from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.spec import METHODS, PROBE, TUNE_BATCH, RunSpec
 from triaccel_ray.service.search.spec import SearchSpec, dimensions
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose

@@ -15,9 +15,8 @@ from triaccel_ray.service.cli.settings import changed, given
 from triaccel_ray.service.compare.comparison import read_comparison
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.locations import find, find_run
-from triaccel_ray.service.runs.methods import TUNE_BATCH
 from triaccel_ray.service.runs.record import read_spec
-from triaccel_ray.service.runs.spec import RunSpec, run_spec
+from triaccel_ray.service.runs.spec import TUNE_BATCH, RunSpec, run_spec
 from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.search.spec import SearchSpec, dimensions
 from triaccel_ray.trainables.task import Purpose

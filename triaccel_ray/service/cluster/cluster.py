@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 
 from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
-from triaccel_ray.service.cluster.head_watch import stops_answering, watching
+from triaccel_ray.service.cluster.head_watch import connection_error, stops_answering, watching
 from triaccel_ray.service.console import err
 from triaccel_ray.service.credentials import display_address, without_passwords
 from triaccel_ray.service.runs.environment import COMMIT_VARIABLE, commit_of
@@ -194,12 +193,9 @@ def gpus_of_a_run(spec: RunSpec, address: str | None) -> float:
 
 
 def require_gpus(address: str | None, spec: RunSpec) -> None:
-    """Checks that there is a GPU to share, or enough GPUs for `--gpus`, early enough not to use up a result's name.
+    """Raises ValueError if this machine, or the cluster at `address`, has no GPU to share, or too few for `--gpus`.
 
     On a cluster, `--device cuda` waits for GPUs, so none needs to be present.
-
-    Raises:
-        ValueError: this machine, or the cluster at `address`, has too few.
     """
     if spec.trials_per_gpu == 1 and not spec.is_distributed:
         return
@@ -219,11 +215,7 @@ def require_gpus(address: str | None, spec: RunSpec) -> None:
 
 
 def require_reachable(address: str | None) -> None:
-    """Checks that a Ray cluster answers at the address.
-
-    Raises:
-        ClusterUnavailableError: no cluster answers.
-    """
+    """Raises ClusterUnavailableError unless the address is None, or a Ray cluster answers there."""
     if address is not None and (reason := reason_unreachable(address)):
         raise _unavailable(address, reason)
 
@@ -235,13 +227,10 @@ def reason_unreachable(address: str) -> str:
     """
     if address in ("auto", "local"):
         return ""
-    host, separator, port = address.removeprefix("ray://").rpartition(":")
-    if not separator:
+    if ":" not in address.removeprefix("ray://"):
         return "an address is host:port or auto"
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except (OSError, ValueError, OverflowError) as error:
-        return first_line(error)
+    if reason := connection_error(address.removeprefix("ray://"), CONNECT_TIMEOUT_S):
+        return reason
     speaks_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     if address.startswith("ray://") or speaks_tls:
         return ""

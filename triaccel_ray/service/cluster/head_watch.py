@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.service.console import err
 from triaccel_ray.service.failures import PreemptedError
 
@@ -60,7 +61,7 @@ def watching(address: str) -> Iterator[None]:
 def stops_answering(address: str) -> bool:
     """Returns whether the head at `address` does not answer, or stops to within a second."""
     began_s = time.monotonic()
-    while _answers(address):
+    while not connection_error(address):
         if time.monotonic() - began_s > STOPS_WITHIN_S:
             return False
         time.sleep(0.1)
@@ -77,7 +78,7 @@ def _message(address: str) -> str:
 def _watch(address: str, done: threading.Event, lost: threading.Event) -> None:
     silent_since_s: float | None = None  # from the first failed probe: a suspended process probes nothing
     while not done.wait(INTERVAL_S):
-        if _answers(address):
+        if not connection_error(address):
             silent_since_s = None
             continue
         now_s = time.monotonic()
@@ -91,10 +92,11 @@ def _watch(address: str, done: threading.Event, lost: threading.Event) -> None:
             return
 
 
-def _answers(address: str) -> bool:
+def connection_error(address: str, timeout_s: float = INTERVAL_S) -> str:
+    """Returns why nothing listens at `address`, host:port; empty if something does."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=INTERVAL_S).close()
-        return True
-    except OSError:
-        return False
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+    except (OSError, ValueError, OverflowError) as error:
+        return first_line(error)
+    return ""

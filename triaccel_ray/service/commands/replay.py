@@ -11,8 +11,8 @@ from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import LogError
 from triaccel_ray.records.plan import Plan
 from triaccel_ray.service.report.tables import TextTable
-from triaccel_ray.service.runs.methods import TUNE_BATCH
 from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.service.runs.spec import TUNE_BATCH
 
 _OTHER_VERSION = "under its own configuration that means the log was written by another version, or was changed"
 

@@ -39,16 +39,15 @@ from triaccel_ray.service.report.run import view_run
 from triaccel_ray.service.report.search import view_search
 from triaccel_ray.service.runs.environment import require_budget
 from triaccel_ray.service.runs.launch import run_all
-from triaccel_ray.service.runs.methods import METHODS, TUNE_BATCH
 from triaccel_ray.service.runs.record import read_if_begun, read_run, read_spec
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
-from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.spec import METHODS, TUNE_BATCH, RunSpec
 from triaccel_ray.service.search.search import best_trial, candidates, prepare, read_search, to_be_repeated, tune_trials
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.storage.copies import PAGE_FILES
 from triaccel_ray.service.storage.layout import (
     BASELINES,
     COMPARISON,
+    PAGE_FILES,
     REPEATS,
     SEARCH,
     SETTINGS,

@@ -14,9 +14,8 @@ from triaccel_ray.records.events import LogError
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.compare.spec import ComparisonSpec
-from triaccel_ray.service.runs.methods import FIXED
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun
-from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.spec import FIXED, RunSpec
 from triaccel_ray.service.storage.layout import COMPARISON, FIXED_SETTING, TRIALS, read_value
 from triaccel_ray.trainables.task import Purpose
 

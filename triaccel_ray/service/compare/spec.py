@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from triaccel_ray.config import check_fields, knob, require
-from triaccel_ray.service.runs.methods import BASELINES, FIXED, METHODS, PROBE, TUNE_BATCH
-from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.spec import BASELINES, FIXED, METHODS, PROBE, TUNE_BATCH, RunSpec
 
 ABLATION: Mapping[str, str] = {
     "fp32": "standard (fp32)",

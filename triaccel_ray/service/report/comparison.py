@@ -18,10 +18,9 @@ from triaccel_ray.service.report.provenance import about, sharing_note, troubles
 from triaccel_ray.service.report.readings import best_of, mean_and_deviation, readings_table
 from triaccel_ray.service.report.report import View, with_page
 from triaccel_ray.service.report.tables import TO_TARGET, VIEWS_NOTE, TextTable, joined, lines, result_headings
-from triaccel_ray.service.runs.methods import FIXED, METHODS
 from triaccel_ray.service.runs.objective import Objective, Performance
 from triaccel_ray.service.runs.record import JOULES, ONE_VIEW
-from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.spec import FIXED, METHODS, RunSpec
 from triaccel_ray.service.storage.layout import FIGURES
 from triaccel_ray.service.units import counted
 

@@ -21,8 +21,8 @@ from triaccel_ray.service.report.tables import (
     metric_headings,
     result_headings,
 )
-from triaccel_ray.service.runs.methods import METHODS, TUNE_BATCH
 from triaccel_ray.service.runs.record import ONE_VIEW, OWN_CODE, RunRecord
+from triaccel_ray.service.runs.spec import METHODS, TUNE_BATCH
 from triaccel_ray.service.units import counted
 
 

@@ -9,8 +9,7 @@ from triaccel_ray.service.report.run import view_run
 from triaccel_ray.service.report.search import view_search
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import read_search
-from triaccel_ray.service.storage.copies import PAGE_FILES
-from triaccel_ray.service.storage.layout import COMPARISON, SEARCH
+from triaccel_ray.service.storage.layout import COMPARISON, PAGE_FILES, SEARCH
 from triaccel_ray.service.storage.mirror import upload
 from triaccel_ray.service.storage.storage_path import StoragePath
 

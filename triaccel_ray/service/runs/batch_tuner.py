@@ -12,9 +12,8 @@ from triaccel_ray.decide.throughput import efficient_size
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.score import BYTES_PER_GB
 from triaccel_ray.measure.timing import synchronize
-from triaccel_ray.records.events import End, Throughput
+from triaccel_ray.records.events import End, Throughput, Tick
 from triaccel_ray.records.plan import Fault, FaultKind
-from triaccel_ray.service.runs.building import build_loop
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.trainables.task import Splits
@@ -54,11 +53,7 @@ class BatchTuner(Worker):
         return next_size_to_time(self._control.batch, timed)
 
     def advance(self) -> None:
-        """Times the next batch size and logs it.
-
-        Raises:
-            torch.OutOfMemoryError, MemoryError: not even the smallest size fits.
-        """
+        """Times the next batch size and logs it; raises OutOfMemoryError if not even the smallest fits."""
         size = self._next_size
         assert size is not None  # not finished
         self._throughputs[size] = throughput = self._time(size)
@@ -81,19 +76,14 @@ class BatchTuner(Worker):
         self.log.append(End(status="finished", results=results))
         return results
 
+    def _on_tick(self, tick: Tick) -> None:
+        """Does nothing: ticks only settle the plan of a size."""
+
     def _time(self, size: int) -> Throughput:
         """Returns the throughput at `size`; a size that does not fit has no time, unless it is the smallest."""
         self._drop_loop()
         batch = replace(self._control.batch, enabled=False, start=size, minimum=size, maximum=size)
-        loop = self.loop = build_loop(
-            self.spec,
-            self._task,
-            self._splits,
-            control=replace(self._control, every_steps=_NEVER, batch=batch),
-            device=self.device,
-            budget_bytes=self._budget_bytes,
-            on_tick=lambda tick: None,
-        )
+        loop = self.loop = self._build_loop(replace(self._control, every_steps=_NEVER, batch=batch))
         assert isinstance(loop, ControlLoop)  # the method is no baseline
         try:
             faults = _settle(loop)
@@ -138,11 +128,7 @@ def _settle(loop: ControlLoop) -> tuple[Fault, ...]:
 
 
 def _typical_step(loop: ControlLoop) -> float:
-    """Returns the milliseconds of a step on a whole batch, as `StepTimer.read` gives them.
-
-    Raises:
-        ValueError: no batch of an epoch is whole.
-    """
+    """Returns the milliseconds of a step on a whole batch; raises ValueError if no batch of an epoch is whole."""
     loop.timer.restart()
     began = time.perf_counter()
     for _ in range(_MAX_STEPS // _MIN_TIMED_STEPS):

@@ -34,9 +34,7 @@ def build_loop(
     spec: RunSpec,
     task: Task,
     splits: Splits,
-    *,
     control: ControlConfig,
-    device: torch.device,
     budget_bytes: int | None,
     on_tick: Callable[[Tick], None],
 ) -> ControlLoop | BaselineLoop:
@@ -50,7 +48,8 @@ def build_loop(
         UserCodeError: the task's own code raised.
         TypeError, ValueError: something that it returned cannot be trained; the message says why.
     """
-    is_on_gpu, num_samples = device.type == "cuda", len(splits.train)
+    device, num_samples = spec.torch_device, len(splits.train)
+    is_on_gpu = device.type == "cuda"
     rule = f"must be at most the number of training samples, {num_samples}; give --batch-size {num_samples} or less"
     require(control.batch.start <= num_samples, "batch size", control.batch.start, rule)
     if not is_on_gpu:

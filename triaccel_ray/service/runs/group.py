@@ -1,41 +1,48 @@
-"""A run on several GPUs: Ray Train places and restarts a group of ranks, which train the same loop."""
+"""A run on several GPUs: Ray Train places and restarts a group of ranks, which train the same loop.
+
+Rank 0 has a plain `Worker`, which alone writes to the run's folder; each other rank has a `Follower`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import pickle
 import threading
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import ray
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put  # no public way to note a value in the GCS
-from ray.train.torch import TorchTrainer
+from ray.train import UserCallback
+from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError
 from ray.util.placement_group import get_current_placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from triaccel_ray.apply.agreement import PeerError
+from triaccel_ray.baseline import BaselineLoop
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.distributed.ranks import LostRankError
+from triaccel_ray.loop import ControlLoop
+from triaccel_ray.records.checkpoint import read_checkpoint
 from triaccel_ray.records.events import TakenOverError
-from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, picklable
-from triaccel_ray.service.runs.checkpointing import CheckpointPolicy, train_epoch
-from triaccel_ray.service.runs.follower import Follower
+from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, cause_of, picklable
+from triaccel_ray.service.runs.building import seed_everything
+from triaccel_ray.service.runs.environment import end_with_parent
 from triaccel_ray.service.runs.mailbox import Mailbox, Progress
-from triaccel_ray.service.runs.processes import end_with_parent
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.runs.train_controller import (
-    EndOnFailure,
-    NetworkInterfaceConfig,
-    RankFailedError,
-    TooManyLossesError,
-)
 from triaccel_ray.service.runs.worker import Worker
+from triaccel_ray.service.storage.layout import CHECKPOINT
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.training_folder import TrainingFolder
 
@@ -44,6 +51,8 @@ RESIZE_INTERVAL_S = 10.0
 _WAIT_FOR_GPUS_S, _WAIT_FOR_GPUS_ELASTIC_S = 60.0, 5.0
 """A group waits for GPUs for so long before Ray Train tries again, without end. If it is elastic, some of them may be
 on a lost machine, and GPUs are counted again."""
+_REFRESH_S = 60
+"""Seconds for which the list of machines is refreshed after a loss. Ray notices a lost machine after some 15 s."""
 _STOP_S = 60.0
 """Longest time for the ranks to end when they are asked to."""
 _RAY_TRAIN = {
@@ -55,26 +64,19 @@ _RANKS_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0"}
 """NVLink multicast stays off: where its service is missing, NCCL fails instead of doing without."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupSetup:
-    """What every rank needs to train a run."""
-
-    spec: RunSpec
-    place: StoragePath
-    on_gpus: bool
-    shared: SharedSplits | None
-
-
 class Group:
     """The ranks of one run, as its trial sees them; a thread waits for Ray Train meanwhile."""
 
-    def __init__(self, setup: GroupSetup) -> None:
-        """Starts the ranks."""
-        release_gpus(setup.place)  # of a group whose trial was lost
+    def __init__(self, spec: RunSpec, place: StoragePath, *, on_gpus: bool, shared: SharedSplits | None) -> None:
+        """Starts the ranks, on one GPU each unless they are processes on CPUs."""
+        release_gpus(place)  # of a group whose trial was lost
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._mailbox: Any = ray.remote(Mailbox).options(num_cpus=0, scheduling_strategy=here).remote()
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._fit, args=(setup,), name="ray-train", daemon=True)
+        train = functools.partial(train_rank, spec, place, shared, self._mailbox)
+        self._thread = threading.Thread(
+            target=self._fit, args=(train, spec.gpu_range, on_gpus), name="ray-train", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -94,55 +96,133 @@ class Group:
         if progress is not None:
             return progress
         self._thread.join()
-        assert self._error is not None  # without one, the run has finished
-        raise _cause_of_end(self._error)
+        error = self._error
+        assert error is not None  # without one, the run has finished
+        cause = error.controller_failure if isinstance(error, ControllerError) else error
+        raise pickle.loads(cause.pickled) if isinstance(cause, RankFailedError) else cause
 
     def stop(self) -> None:
-        """Ends the ranks before their next epoch, and returns when they are gone.
-
-        If they do not end, this process does, and Ray ends what it has started.
-        """
+        """Has the ranks end before their next epoch."""
         ray.get(self._mailbox.stop.remote())
+
+    def close(self) -> None:
+        """Returns when the ranks are gone. If they do not end, this process does, and Ray ends what it has started."""
         self._thread.join(_STOP_S)
         if self._thread.is_alive():
             os._exit(1)
         ray.kill(self._mailbox)
 
-    def _fit(self, setup: GroupSetup) -> None:
+    def _fit(self, train: Callable[[], None], gpu_range: tuple[int, int], on_gpus: bool) -> None:
         try:
             with TemporaryDirectory(prefix="triaccel-train-", ignore_cleanup_errors=True) as folder:
-                _trainer(setup, self._mailbox, folder).fit()
+                trainer(train, gpu_range, EndOnFailure(self._mailbox), folder, on_gpus=on_gpus).fit()
         except Exception as error:  # raised by `next_progress`, in the trial's own thread
             self._error = error
         ray.get(self._mailbox.end.remote())
 
 
-def _trainer(setup: GroupSetup, mailbox: Any, folder: str) -> Any:
-    """Returns the trainer that runs the group; it writes to `folder`, nothing of which is needed later."""
-    min_ranks, max_ranks = setup.spec.gpu_range
+def trainer(
+    train: Callable[[], None], gpu_range: tuple[int, int], callback: EndOnFailure, folder: str, *, on_gpus: bool
+) -> Any:
+    """Returns what runs `train` on each rank; it writes to `folder`, nothing of which is needed later."""
+    min_ranks, max_ranks = gpu_range
     wait_s = _WAIT_FOR_GPUS_S if min_ranks == max_ranks else _WAIT_FOR_GPUS_ELASTIC_S
     os.environ.update(_RAY_TRAIN, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(wait_s))  # the process may train another
     return TorchTrainer(
-        functools.partial(train_rank, setup, mailbox),
+        train,
         torch_config=NetworkInterfaceConfig(),
         scaling_config=ScalingConfig(
             num_workers=max_ranks if min_ranks == max_ranks else (min_ranks, max_ranks),
-            use_gpu=setup.on_gpus,
-            resources_per_worker={"CPU": 1.0, "GPU": 1.0} if setup.on_gpus else {"CPU": 1.0},
+            use_gpu=on_gpus,
+            resources_per_worker={"CPU": 1.0, "GPU": 1.0} if on_gpus else {"CPU": 1.0},
             elastic_resize_monitor_interval_s=RESIZE_INTERVAL_S,
         ),
         run_config=RunConfig(  # type: ignore[arg-type]  # `TorchTrainer` declares the class of an older API
             name="group",
             storage_path=folder,
             failure_config=FailureConfig(max_failures=-1),  # the callback counts
-            callbacks=[EndOnFailure(mailbox, MAX_LOSSES)],
+            callbacks=[callback],
             worker_runtime_env={"env_vars": _RANKS_ENVIRONMENT},
             logging_config=LoggingConfig(log_level="CRITICAL"),
         ),
     )
 
 
-def train_rank(setup: GroupSetup, mailbox: Any) -> None:
+class RankFailedError(RuntimeError):
+    """A rank has failed by itself, so that another attempt would fail again."""
+
+    def __init__(self, message: str, pickled: bytes, is_peer: bool) -> None:
+        """Takes the exception pickled: Ray's processes need not import the user's code.
+
+        `is_peer` says that it only repeats what another rank has raised.
+        """
+        super().__init__(message, pickled, is_peer)
+        self.pickled, self.is_peer = pickled, is_peer
+
+
+class EndOnFailure(UserCallback):
+    """Ends the group when a rank has failed by itself, or too many are lost while no epoch is trained.
+
+    Ray Train 2.60 would retry any exception of a rank, and counts losses over the whole run, however long it is.
+    """
+
+    def __init__(self, mailbox: Any) -> None:
+        """Takes the actor that knows when an epoch has been trained."""
+        self._mailbox = mailbox
+
+    def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
+        """Raises what ends the run; returns if a process was lost, which Ray Train then replaces."""
+        failed = [error for error in worker_exceptions.values() if isinstance(error, RankFailedError)]
+        if failed and len(failed) == len(worker_exceptions):
+            raise min(failed, key=lambda error: error.is_peer)
+        num_losses = ray.get(self._mailbox.lose.remote())
+        if num_losses > MAX_LOSSES:
+            last = first_line(next(iter(worker_exceptions.values())))
+            raise PreemptedError(
+                f"a process was lost {num_losses} times without an epoch in between, the last time so: {last}"
+            )
+        threading.Thread(target=refresh_cluster_view, name="look-at-cluster", daemon=True).start()
+
+
+def refresh_cluster_view() -> None:
+    """Refreshes Ray Train's list of machines every second for a minute; by default Ray Train does so every 20 s."""
+    # There is no public way. Importing this takes long, and only Ray Train's controller, which has it, calls this.
+    from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as autoscaling
+
+    coordinator = autoscaling.get_or_create_autoscaling_coordinator()
+    for _ in range(_REFRESH_S):
+        with contextlib.suppress(ray.exceptions.RayError):  # the cluster ends, or is busy
+            ray.get(coordinator.get_reserved_resources.remote("", recompute=True))
+        time.sleep(1.0)
+
+
+class NetworkInterfaceConfig(TorchConfig):
+    """Ray Train's configuration of PyTorch, whose ranks use Ray's interface before their process group begins."""
+
+    @property
+    def backend_cls(self) -> Any:
+        """The class that starts the process group."""
+        return _Backend
+
+
+class _Backend(TorchConfig().backend_cls):  # type: ignore[misc]  # which has no public name
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        worker_group.execute(use_rays_interface)
+        super().on_start(worker_group, backend_config)
+
+
+def use_rays_interface() -> None:
+    """Has gloo use the interface by which Ray reaches this machine, unless the environment names one.
+
+    By default it uses that of the machine's name, which on Debian leads to the loopback: no other machine gets there.
+    """
+    address = ray.util.get_node_ip_address()
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def train_rank(spec: RunSpec, place: StoragePath, shared: SharedSplits | None, mailbox: Any) -> None:
     """Trains the run on one rank of the initialized process group.
 
     Raises:
@@ -151,7 +231,7 @@ def train_rank(setup: GroupSetup, mailbox: Any) -> None:
     """
     end_with_parent()
     try:
-        _train(setup, mailbox)
+        _train(spec, place, shared, mailbox)
     except LostRankError:
         raise
     except Exception as error:
@@ -159,31 +239,27 @@ def train_rank(setup: GroupSetup, mailbox: Any) -> None:
         raise RankFailedError(str(told)[:500], pickle.dumps(told), isinstance(error, PeerError)) from None
 
 
-def _train(setup: GroupSetup, mailbox: Any) -> None:
+def _train(spec: RunSpec, place: StoragePath, shared: SharedSplits | None, mailbox: Any) -> None:
     """Trains epochs while the trial wants more, and finishes the run after the last one.
 
     Rank 0 alone opens, writes and uploads the run's folder.
     """
-    folder, policy, leads = (
-        TrainingFolder(setup.place),
-        CheckpointPolicy(),
-        ray.train.get_context().get_world_rank() == 0,
-    )
-    splits = None if setup.shared is None else ray.get(setup.shared)
+    folder, leads = TrainingFolder(place), ray.train.get_context().get_world_rank() == 0
+    splits = None if shared is None else ray.get(shared)
     with contextlib.ExitStack() as stack:
         if leads:
-            _internal_kv_put(_key_of(setup.place), pickle.dumps(get_current_placement_group()), overwrite=True)
+            _internal_kv_put(_key_of(place), pickle.dumps(get_current_placement_group()), overwrite=True)
             stack.callback(folder.close)
             folder.open()
-            worker = Worker(setup.spec, folder.path, splits)
+            worker = Worker(spec, folder.path, splits)
         else:
-            worker = Follower(replace(setup.spec, keep=None), folder.path, splits)
+            worker = Follower(replace(spec, keep=None), folder.path, splits)
         stack.callback(worker.close)
         try:
             worker.resume()
             folder.push_soon()
             while not worker.ranks.any(leads and not ray.get(mailbox.may_train.remote())):
-                progress = train_epoch(worker, folder, policy)
+                progress = worker.train_epoch(folder)
                 if leads:
                     ray.get(mailbox.report.remote(progress))
                 if progress.finished:
@@ -192,17 +268,44 @@ def _train(setup: GroupSetup, mailbox: Any) -> None:
         except (DiskFullError, TakenOverError, LostRankError):
             raise
         except Exception as error:
-            if leads and worker.log.is_open:
+            if leads and worker.has_begun:
                 worker.fail(error)  # here: the store may be away, and the folder is this machine's
             raise
 
 
-def _cause_of_end(error: Exception) -> Exception:
-    """Returns what ended the group, without Ray Train's wrapper."""
-    cause = error.controller_failure if isinstance(error, ControllerError) else error
-    if isinstance(cause, TooManyLossesError):
-        return PreemptedError(str(cause))
-    return pickle.loads(cause.pickled) if isinstance(cause, RankFailedError) else cause
+class Follower(Worker):
+    """Trains the same loop as rank 0, which has a plain `Worker`.
+
+    It writes nothing: its log is never opened, and its spec keeps no model.
+    """
+
+    def resume(self) -> int:
+        """Restores the states that rank 0 reads from its files, in its order; the last one is that of the run."""
+        while (content := self.ranks.broadcast_bytes(None)) is not None:
+            state = read_checkpoint(io.BytesIO(content), self.folder / CHECKPOINT)
+            try:
+                self._load(state)
+            except (RuntimeError, ValueError, KeyError) as error:
+                if cause_of(error) != "bug":  # else rank 0 has found the same, and looks for another checkpoint
+                    raise
+        if self.ranks.any(False):
+            self._rebuild_loop()
+        self._seed()  # random states in the checkpoint are rank 0's
+        return self.loop.sampler.epoch
+
+    def checkpoint(self) -> None:
+        """Gives rank 0 what it lacks: the state of this rank's share of the optimizer, if the ranks share it."""
+        self.loop.state_dict()
+
+    def _build_loop(self, control: ControlConfig) -> ControlLoop | BaselineLoop:
+        self.loop = super()._build_loop(control)
+        self._seed()
+        return self.loop
+
+    def _seed(self) -> None:
+        """Seeds the generators of this rank: with rank 0's states, it would drop out the same units."""
+        key = (self.spec.seed, self.ranks.rank, self.loop.sampler.epoch)
+        seed_everything(hash(key) % 2**32)  # a hash of integers is the same in all processes
 
 
 def release_gpus(place: StoragePath) -> None:

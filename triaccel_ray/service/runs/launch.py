@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +18,7 @@ import ray
 from ray import tune
 from ray.exceptions import RayActorError, RayError
 from ray.tune.execution import class_cache
+from ray.tune.experiment import Trial
 
 from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
@@ -65,9 +66,7 @@ def run_all(
 
     Each run trains in `root / name`, with samples from `shared` if given, in its own process unless `reuse_actors`.
     Failures are wrapped in RunFailedError, except a StoreError and the error of a run that never began.
-
-    Raises:
-        DiskFullError, TakenOverError, KeyboardInterrupt: see `fit`.
+    Raises as `fit`.
     """
     if not specs:
         return {}
@@ -101,7 +100,7 @@ def fit(
         return _TRIAL_OF_A_GROUP if context.spec_of(trial).is_distributed else alone
 
     trainable = tune.with_resources(tune.with_parameters(RunTrial, context=context), reserved)
-    trials = _TrialLog()
+    begun = _BegunTrials()
     with _quiet_tune(), TemporaryDirectory(prefix="triaccel-tune-", ignore_cleanup_errors=True) as folder:
         tuner = tune.Tuner(
             trainable,
@@ -112,7 +111,7 @@ def fit(
                 storage_path=folder,
                 verbose=0,
                 progress_reporter=tune.CLIReporter(),  # silent here; the one for notebooks clears the cell's output
-                callbacks=[trials],
+                callbacks=[begun],
                 stop=_StopAllTrials(),
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # trials write their own
                 failure_config=tune.FailureConfig(max_failures=MAX_LOSSES),
@@ -120,19 +119,33 @@ def fit(
         )
         try:
             with _interruptible():
-                results = tuner.fit()
+                tuner.fit()
         except KeyboardInterrupt:
-            for name, trial in trials.begun.items():
+            for name, trial in begun.trials.items():
                 _end_if_unfinished(context.place / name)
-                if context.spec_of(trial).is_distributed:
+                if context.spec_of(trial.config).is_distributed:
                     with contextlib.suppress(RayError):  # the interrupt may have ended Ray, too
                         release_gpus(context.place / name)
             raise
-    last = _last_results(context, trials.configs, results)
+        last = {name: _last_result(context, trial) for name, trial in begun.trials.items()}
     # Reference cycles in Tune hold Ray handles. Freed by another thread during Ray's shutdown, they end the process.
-    del tuner, results
+    del tuner, begun
     gc.collect()
     return last
+
+
+def _last_result(context: TrialContext, trial: Trial) -> Mapping[str, Any]:
+    """Returns a trial's last result, and ends the log of one that Tune gave up; raises as `fit`."""
+    result: dict[str, Any] = trial.last_result
+    cause = result.get("unfinished", "")
+    if cause in _STOPS_ALL_TRIALS:
+        raise _STOPS_ALL_TRIALS[cause](result["message"])
+    if trial.status != Trial.ERROR:
+        return result
+    error = _without_ray_wrapper(trial.get_pickled_error() or trial.get_error())
+    with editing_log(context.place / trial.config[NAME_KEY]) as folder:
+        end_run(folder, context.spec_of(trial.config), failure_record(error))
+    return {"error": error}
 
 
 def num_groups(spec: RunSpec, num_gpus: float) -> int | None:
@@ -147,34 +160,11 @@ def num_groups(spec: RunSpec, num_gpus: float) -> int | None:
     return max(available // spec.gpu_range[1], 1)
 
 
-def _last_results(
-    context: TrialContext, configs: Sequence[dict[str, Any]], results: tune.ResultGrid
-) -> dict[str, Mapping[str, Any]]:
-    """Returns each trial's last result by name, and ends the logs of those that Tune gave up; raises as `fit`."""
-    last: dict[str, Mapping[str, Any]] = {}
-    for number, config in enumerate(configs):
-        name, result = config[NAME_KEY], results[number]
-        metrics = result.metrics or {}
-        cause = metrics.get("unfinished", "")
-        if cause in _STOPS_ALL_TRIALS:
-            raise _STOPS_ALL_TRIALS[cause](metrics["message"])
-        last[name] = metrics
-        if result.error is not None:
-            error = _without_ray_wrapper(result.error)
-            last[name] = {"error": error}
-            with editing_log(context.place / name) as folder:
-                end_run(folder, context.spec_of(config), failure_record(error))
-    return last
-
-
 def cpus_of_a_run(num_gpus: float) -> int:
     """Returns the number of CPUs a run reserves: one with a GPU, else over half of the cluster's smallest machine.
 
     Runs that share a machine's cores slow down each other's steps, whose time they are judged by. The environment
     variable `TRIACCEL_CPUS_PER_RUN` sets another number, for large machines without a GPU.
-
-    Raises:
-        ValueError: the variable is not a whole number of at least 1.
     """
     given = os.environ.get("TRIACCEL_CPUS_PER_RUN")
     if given is not None:
@@ -187,21 +177,17 @@ def cpus_of_a_run(num_gpus: float) -> int:
     return min((count for count in cpus if count), default=1) // 2 + 1
 
 
-class _TrialLog(tune.Callback):
-    """Records the configurations of all trials, in the order of Tune's results, and those begun, by name."""
+class _BegunTrials(tune.Callback):
+    """The trials that have begun, by name."""
 
     def __init__(self) -> None:
-        self.configs: list[dict[str, Any]] = []
-        self.begun: dict[str, dict[str, Any]] = {}
+        self.trials: dict[str, Trial] = {}
 
-    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self.begun[trial.config[NAME_KEY]] = trial.config
-
-    def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
-        self.configs = [trial.config for trial in trials]
+    def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        self.trials[trial.config[NAME_KEY]] = trial
 
 
-class _StopAllTrials(tune.Stopper):
+class _StopAllTrials(tune.Stopper):  # no part of the callback: Tune pickles it with its own state
     """Stops all trials once one finds the disk full, or its run taken over by another process."""
 
     _is_found = False

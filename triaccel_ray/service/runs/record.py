@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,6 +17,7 @@ from triaccel_ray.records.codec import decode
 from triaccel_ray.records.events import (
     End,
     Epoch,
+    Event,
     EventLog,
     Interruption,
     LogError,
@@ -26,16 +29,10 @@ from triaccel_ray.records.events import (
     read_events,
 )
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.failures import (
-    CONFIGURATION_CAUSES,
-    LogHistory,
-    history_of,
-    quarantine_damaged_log,
-    reporting_full_disk,
-)
+from triaccel_ray.service.failures import CONFIGURATION_CAUSES, reporting_full_disk
 from triaccel_ray.service.runs.objective import Performance
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.storage.layout import EVENTS, SPEC, read_value, write_value
+from triaccel_ray.service.storage.layout import DAMAGED, EVENTS, REPLACED, SPEC, read_value, write_value
 
 OWN_CODE = "code of your own"
 """Task name of a run that was logged by a `ControlLoop` outside the service."""
@@ -144,11 +141,7 @@ def has_begun(folder: Path) -> bool:
 
 
 def read_if_begun(folder: Path) -> RunRecord | None:
-    """Returns the run in `folder`; None if it has not begun.
-
-    Raises:
-        LogError: its log or spec is damaged.
-    """
+    """Returns the run in `folder`, as `read_run`; None if it has not begun."""
     return read_run(folder) if has_begun(folder) else None
 
 
@@ -181,11 +174,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def read_spec(folder: Path) -> RunSpec:
-    """Returns the spec of the run in `folder`.
-
-    Raises:
-        LogError: it is missing or damaged.
-    """
+    """Returns the spec of the run in `folder`; raises LogError if it is missing or damaged."""
     return read_value(RunSpec, folder / SPEC, "the run cannot be continued or reported without it")
 
 
@@ -208,6 +197,8 @@ class RunLog:
         self._folder, self._spec = folder, spec
         self._lock = threading.Lock()
         self._log: EventLog | None = None
+        self._before: list[Event] = []  # what an earlier process has recorded, until the interruption is
+        self._damage = ""
         self.ended = False
         """Whether it takes no more records: it has its last one, or another process has taken over the run."""
 
@@ -216,16 +207,31 @@ class RunLog:
         """Whether the log is open; an ended log stays open until `close`."""
         return self._log is not None
 
-    def take_over(self) -> LogHistory:
+    def take_over(self) -> None:
         """Sets a damaged log aside, and fences off a process that still writes it, which ends at its next record."""
         path = self._folder / EVENTS
-        damage = quarantine_damaged_log(path)
-        if path.exists():
-            with reporting_full_disk(self._folder):
-                EventLog(path, keep=None).close()
-        history = history_of(path)
-        damaged = Interruption(cause="damaged", message=damage, epoch=0)
-        return replace(history, latest=damaged) if damage else history
+        if not path.exists():
+            return
+        try:
+            for event in read_events(path):
+                if not self._before and not isinstance(event.record, Start):
+                    raise LogError("the log has no start")
+                self._before.append(event)
+        except LogError:
+            num_whole = len(self._before)
+            self._damage = f"its log is damaged after {num_whole} records; all of it is in {DAMAGED}"
+        with reporting_full_disk(self._folder):
+            if self._damage:
+                shutil.copyfile(path, self._folder / DAMAGED)
+            EventLog(path, keep=len(self._before) if self._damage else None).close()
+
+    def keep_replaced(self) -> bool:
+        """Copies the log to REPLACED if it holds epochs, before its run starts over; returns whether it did."""
+        if not any(isinstance(event.record, Epoch) for event in self._before):
+            return False
+        with reporting_full_disk(self._folder):
+            shutil.copyfile(self._folder / EVENTS, self._folder / REPLACED)
+        return True
 
     def open(self, *, keep: int = 0, checksum: int | None = None) -> None:
         """Opens the log, cut back to its first `keep` records as by `EventLog`, and writes the spec beside it."""
@@ -233,6 +239,44 @@ class RunLog:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_value(self._folder / SPEC, self._spec)  # the old one may be damaged, too
             self._log = EventLog(self._folder / EVENTS, keep=keep, checksum=checksum)
+
+    def record_interruption(self, num_kept: int, *, world_size: int, epoch: int, notes: Sequence[str]) -> None:
+        """Appends why the process before this one ended, if there was one; from here, `world_size` processes train.
+
+        Interruptions that were cut off with the records after the first `num_kept` are appended before.
+        """
+        if not self._before and not self._damage:
+            return
+        size_before, marks = 1, self._before[num_kept - 1 : num_kept]
+        for index, event in enumerate(self._before):
+            if isinstance(event.record, Start):
+                size_before = int(event.record.parameters.get("world_size") or 1)
+            elif isinstance(event.record, Interruption):
+                size_before = event.record.world_size
+                marks.append(event)  # work since the checkpoint is repeated; work before an interruption counts there
+                if index >= num_kept:
+                    self.append(event.record)
+        cause, message = "preempted", "the process or its node was lost"
+        if self._damage:
+            cause, message = "damaged", self._damage
+        elif isinstance(end := self._before[-1].record, End):
+            cause, message = end.cause or end.status, end.message or f"it was {end.status}"
+        elif world_size > size_before:  # Ray Train ends the processes to begin again with more
+            cause, message = "resized", "processes have been added"
+        if world_size != size_before:
+            notes = [f"{size_before} -> {world_size} processes", *notes]
+        last_ms = max((event.time_ms for event in marks), default=None)
+        self._before.clear()
+        self.append(
+            Interruption(
+                cause=cause,
+                message="; ".join([message, *notes]),
+                epoch=epoch,
+                world_size_before=size_before,
+                world_size=world_size,
+                seconds_lost=None if last_ms is None else max(time.time() - last_ms / 1e3, 0.0),
+            )
+        )
 
     def append(self, record: Record) -> None:
         """Writes a record, unless the log has ended; raises TakenOverError like `confirm`."""
@@ -273,9 +317,6 @@ def end_run(folder: Path, spec: RunSpec | None, end: End) -> None:
     """Writes the last record of a run that no process trains, replacing an existing one.
 
     A run without records first gets `spec` and a start record.
-
-    Raises:
-        DiskFullError: there is no room.
     """
     path, keep = folder / EVENTS, 0
     if has_begun(folder):

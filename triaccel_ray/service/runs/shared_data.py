@@ -31,7 +31,7 @@ def share_splits(spec: RunSpec) -> SharedSplits:
     """Reads the samples of a search on this machine, puts them into the object store, and returns a reference.
 
     Raises:
-        NotSharedError: they cannot be shared, or their files are not on this machine.
+        NotSharedError: they are not tensors on the CPU, cannot be pickled, or their files are not on this machine.
         ValueError: the spec is that of a final run: test samples are not shared.
         UserCodeError, TypeError: there is a mistake in the task's own code.
     """
@@ -43,11 +43,7 @@ def share_splits(spec: RunSpec) -> SharedSplits:
 
 
 def put_splits(splits: Splits) -> SharedSplits:
-    """Copies samples into the object store.
-
-    Raises:
-        NotSharedError: they are not tensors on the CPU, or something in them cannot be pickled.
-    """
+    """Copies samples into the object store; raises NotSharedError as `share_splits`."""
     for name, source in (("train", splits.train), ("held_out", splits.held_out)):
         if not isinstance(source, TensorSource):
             raise NotSharedError(f"{name} is a {type(source).__name__}: only a TensorSource has what can be shared")

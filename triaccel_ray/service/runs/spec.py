@@ -1,23 +1,52 @@
-"""The specification of a single run, a value that is sent to the machine that trains it."""
+"""The specification of a single run, a value that is sent to the machine that trains it, and its training methods.
+
+Nothing here imports PyTorch, so that `--help` is fast.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from triaccel_ray.config import ControlConfig, LrRule, check_fields, in_bounds, knob, require
 from triaccel_ray.decide.paper import paper_rules
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.service.runs.methods import BASELINES, IN_FP32, METHODS, TUNE_BATCH
 from triaccel_ray.trainables.registry import load_task
 from triaccel_ray.trainables.task import Purpose, Recipe, Task
 
 if TYPE_CHECKING:
     import torch
 
+FIXED: Final = "fixed"
+"""Name of the method with fixed settings, and of a comparison's row for the best of these."""
+PROBE: Final = "probe"
+"""Name of the method that only searches use."""
+BASELINES: Final = ("fp32", "amp", "amp-best")
+"""Methods without this product's engine."""
+IN_FP32: Final = ("fp32", "engine-fp32", "dynamic-batch")
+"""Methods whose layers all compute in FP32."""
+TUNE_BATCH: Final = "tune-batch"
+"""Name of the method that times batch sizes; `triaccel tune-batch` alone uses it."""
+METHODS: Mapping[str, str] = {
+    "fp32": "FP32, as a tutorial writes it",
+    "amp": "automatic mixed precision, as a tutorial writes it",
+    "amp-best": "automatic mixed precision, as an expert writes it: BF16, torch.compile, channels_last",
+    "engine-fp32": "FP32 for all layers, on this product's engine",
+    "engine-amp": "one low precision for all layers, on this product's engine",
+    "dynamic-batch": "FP32 with the elastic batch size alone",
+    "dynamic-precision": "precision per layer alone",
+    "dynamic-both": "precision per layer and elastic batch size, without curvature",
+    "triaccel": "the full control loop",
+    "paper": "the control loop by the paper's printed rules: no smoothing, no dwell time, nothing undone",
+    "fixed": "one precision and batch size on this product's engine, nothing adapted",
+    "tune-batch": "the time of a step at each batch size, nothing adapted",
+    "probe": "one low precision, statistics and curvature recorded, batch size and precision kept",
+}
+"""Name of a training method -> its description."""
 MAX_TRIALS_PER_GPU = 16
 """With more, CUDA contexts alone would fill the smaller GPUs."""
 
@@ -116,11 +145,7 @@ class RunSpec:
 
     @property
     def torch_device(self) -> torch.device:
-        """The device that the run uses.
-
-        Raises:
-            ValueError: `cuda` is requested, and no CUDA device is visible.
-        """
+        """The device that the run uses; raises ValueError if `cuda` is requested, and no CUDA device is visible."""
         import torch
 
         available = torch.cuda.is_available()
@@ -163,10 +188,6 @@ class RunSpec:
 
 
 def run_spec(task_name: str, data_dir: Path | None = None) -> RunSpec:
-    """Returns the spec of a run of `task_name`, with the task's own recipe and thresholds.
-
-    Raises:
-        ValueError: the task is unknown.
-    """
+    """Returns the spec of a run of `task_name`, with the task's own recipe and thresholds; raises as `load_task`."""
     task, folder = load_task(task_name, data_dir), None if data_dir is None else str(data_dir)
     return RunSpec(task=task_name, data_dir=folder, goal=task.goal, recipe=task.recipe, control=task.control)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,7 @@ class TrainedModel:
     """
 
     def __init__(self, spec: RunSpec, folder: Path, confirm: Callable[[], None]) -> None:
-        """Writes nothing yet.
-
-        Methods that write raise DiskFullError if there is no room. Before they replace the file they call `confirm`,
-        which raises TakenOverError if another process has taken over the run.
-        """
+        """Writes nothing yet; before the file is replaced, `confirm` is called, and may raise."""
         self._confirm = confirm
         self._keep, self._goal, self._path = spec.keep, spec.goal, folder / MODEL
         self._best: Epoch | None = None
@@ -71,12 +66,8 @@ class TrainedModel:
 
 
 def is_better(epoch: Epoch, earlier: Epoch, goal: Goal) -> bool:
-    """Returns whether `epoch` has a better validation metric than `earlier`; an equal one, or NaN, is not better."""
-
-    def rank(each: Epoch) -> float:
-        figure = each.held_out(goal)
-        if figure is None or math.isnan(figure):
-            return -math.inf
-        return figure if goal.maximize else -figure
-
-    return rank(epoch) > rank(earlier)
+    """Returns whether `epoch` has a better validation metric than `earlier`; an equal one is not better."""
+    value, best = epoch.held_out(goal), earlier.held_out(goal)
+    assert value is not None
+    assert best is not None  # a run that keeps the best epoch validates after each
+    return value > best if goal.maximize else value < best

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,12 @@ from triaccel_ray.service.failures import (
     write_traceback,
 )
 from triaccel_ray.service.runs.batch_tuner import BatchTuner
-from triaccel_ray.service.runs.checkpointing import CheckpointPolicy, train_epoch
-from triaccel_ray.service.runs.group import Group, GroupSetup
-from triaccel_ray.service.runs.mailbox import Progress
-from triaccel_ray.service.runs.methods import TUNE_BATCH
+from triaccel_ray.service.runs.environment import end_with_parent, preload
+from triaccel_ray.service.runs.group import Group
 from triaccel_ray.service.runs.objective import Objective, Performance, grace_epochs
-from triaccel_ray.service.runs.processes import end_with_parent, preload
 from triaccel_ray.service.runs.record import end_run, performance_of, read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
-from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.spec import TUNE_BATCH, RunSpec
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.training_folder import TrainingFolder, editing_log
@@ -75,14 +73,13 @@ class RunTrial(tune.Trainable):
     sampler see every epoch, and no epoch that a checkpoint holds is trained twice.
     """
 
-    _worker: Worker | None = None
-    _group: Group | None = None
+    _training: Worker | Group | None = None
     _unreported: deque[dict[str, Any]] | None
     """Results from the log still to be reported to Tune; None before the first step."""
 
     def setup(self, config: dict[str, Any], context: TrialContext) -> None:  # type: ignore[override]  # with_parameters
         """Stores the spec of the run; the first step that trains builds its worker."""
-        self._context, self._checkpoint_policy = context, CheckpointPolicy()
+        self._context = context
         self._configure(config)
         end_with_parent()
         if not self._spec.is_distributed:
@@ -114,16 +111,13 @@ class RunTrial(tune.Trainable):
 
     def cleanup(self) -> None:
         """Ends the run's log and frees its memory."""
-        worker, self._worker = self._worker, None
-        group, self._group = self._group, None
-        if group is not None:
-            group.stop()
-        if worker is not None:
+        training, self._training = self._training, None
+        if training is not None:
             # A full disk or a takeover has been reported already, and need not be in the log.
             with contextlib.suppress(DiskFullError, TakenOverError):
-                worker.stop()
+                training.stop()
             with contextlib.suppress(DiskFullError):
-                worker.close()
+                training.close()
         self._upload()
 
     def _configure(self, config: dict[str, Any]) -> None:
@@ -153,27 +147,18 @@ class RunTrial(tune.Trainable):
         return results
 
     def _train(self) -> dict[str, Any]:
-        progress = self._train_together() if self._spec.is_distributed else self._train_here()
+        context, training = self._context, self._training
+        if training is None and self._spec.is_distributed:
+            training = self._training = Group(self._spec, self._place, on_gpus=context.on_gpus, shared=context.shared)
+        elif training is None:
+            splits = None if context.shared is None else ray.get(context.shared)
+            kind = BatchTuner if self._spec.method == TUNE_BATCH else Worker
+            training = self._training = kind(self._spec, self._folder.path, splits)
+            training.resume()
+            self._folder.push_soon()
+        progress = training.next_progress() if isinstance(training, Group) else training.train_epoch(self._folder)
         result = self._result(progress.epoch, progress.performance)
         return result | ({"done": True, FINISHED_KEY: True} if progress.finished else {})
-
-    def _train_here(self) -> Progress:
-        shared = self._context.shared
-        if self._worker is None:
-            splits = None if shared is None else ray.get(shared)
-            kind = BatchTuner if self._spec.method == TUNE_BATCH else Worker
-            self._worker = kind(self._spec, self._folder.path, splits)
-            self._worker.resume()
-            self._folder.push_soon()
-        return train_epoch(self._worker, self._folder, self._checkpoint_policy)
-
-    def _train_together(self) -> Progress:
-        if self._group is None:
-            context, place = self._context, self._place
-            self._group = Group(
-                GroupSetup(spec=self._spec, place=place, on_gpus=context.on_gpus, shared=context.shared)
-            )
-        return self._group.next_progress()
 
     def _result(self, epoch: int, performance: Performance | None) -> dict[str, Any]:
         """Returns what Tune hears of an epoch; a trial that is too far behind AMP is done without having finished."""
@@ -197,28 +182,29 @@ class RunTrial(tune.Trainable):
         In a search a bug is raised, so that Tune does not reuse the process. The trial that Tune starts in its place
         finds the failure in the log, and trains nothing.
         """
-        cause, worker, group = cause_of(error), self._worker, self._group
+        cause, training = cause_of(error), self._training
         result = _failed_result(cause, str(error))
         if isinstance(error, DiskFullError | TakenOverError):
-            if worker is not None:
-                worker.log.ended = True
+            if isinstance(training, Worker):
+                training.log.ended = True
             return result
         is_in_search = self._context.objective is not None
-        has_begun = group.has_begun if group is not None else worker is not None and worker.log.is_open
+        has_begun = training is not None and training.has_begun
         is_refused = not is_in_search and cause == "bug" and not has_begun
         if not is_refused:  # invalid input must not use up the run's name
-            if worker is not None and has_begun:
-                worker.fail(error)
+            if isinstance(training, Worker) and has_begun:
+                training.fail(error)
             else:  # the ranks of a group have ended, and their log may be on another machine
-                here = contextlib.nullcontext(self._folder.path)
-                with here if group is None else editing_log(self._place) as folder:
+                is_elsewhere = isinstance(training, Group)
+                with editing_log(self._place) if is_elsewhere else nullcontext(self._folder.path) as folder:
                     write_traceback(folder, error)
                     run = read_if_begun(folder) if has_begun else None
                     if run is None or run.end is None:  # else rank 0 has ended it
                         end_run(folder, self._spec, failure_record(error))
             self._upload()
         if not is_in_search:
-            return {**result, "error": picklable(error) if group is None else error, "is_refused": is_refused}
+            error = error if isinstance(training, Group) else picklable(error)
+            return {**result, "error": error, "is_refused": is_refused}
         if cause not in CONFIGURATION_CAUSES:
             raise error
         return result

@@ -6,7 +6,6 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +13,42 @@ import torch
 
 from triaccel_ray.apply.evaluate import Evaluation
 from triaccel_ray.baseline import BaselineLoop
-from triaccel_ray.config import require
+from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.cuda.allocator import use_lean_memory
 from triaccel_ray.data.sources import DataSource
 from triaccel_ray.distributed.ranks import Ranks
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.score import BYTES_PER_GB, EpochTimes, efficiency_score
+from triaccel_ray.model.dry_run import forbidding_exit, users_lines
 from triaccel_ray.records.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.events import End, Epoch, LogError
+from triaccel_ray.records.events import End, Epoch, LogError, Tick
 from triaccel_ray.records.goal import LOSS
 from triaccel_ray.service.failures import (
     NonFiniteLossError,
     cause_of,
     failure_record,
-    keep_replaced,
     reporting_full_disk,
     require_finite_result,
     write_traceback,
 )
 from triaccel_ray.service.runs.building import build_loop, fitted_control, samples_of, seed_everything
 from triaccel_ray.service.runs.environment import cap_memory_share, start_record
+from triaccel_ray.service.runs.mailbox import Progress
 from triaccel_ray.service.runs.objective import Performance
 from triaccel_ray.service.runs.record import JOULES, ONE_VIEW, RunLog, is_spec_of, joules_after, performance_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trained_model import TrainedModel
-from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED
+from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, PREVIOUS, REPLACED
+from triaccel_ray.service.storage.training_folder import TrainingFolder
 from triaccel_ray.trainables.task import Purpose, Splits
 
 
 class Worker:
-    """Trains one run epoch by epoch, writes its event log, saves and restores it."""
+    """Trains one run epoch by epoch, writes its event log, saves and restores it.
+
+    What writes raises DiskFullError if there is no room, and TakenOverError if another process has taken over the run.
+    """
 
     def __init__(self, spec: RunSpec, folder: Path, splits: Splits | None = None) -> None:
         """Builds model, data and loop; everything the run writes goes below `folder`.
@@ -69,10 +73,11 @@ class Worker:
         require(self._task.goal == spec.goal, "objective of the task", self._task.objective, rule)
         self._splits, self._at_end = samples_of(spec, self._task, splits)
         self._control = fitted_control(spec, len(self._splits.train))
-        self.loop = self._build_loop()
+        self.loop = self._build_loop(self._control)
         self._times = EpochTimes()
         self._trained_model = TrainedModel(spec, folder, self.log.confirm)
         self._one_view: Mapping[str, float] = {}
+        self._saved_at, self._saving_s = 0.0, 0.0
         self.last: Epoch | None = None
         """The last epoch's record."""
 
@@ -80,6 +85,11 @@ class Worker:
     def performance(self) -> Performance | None:
         """The figures after the last epoch, on the validation samples; None if no epoch was evaluated on them."""
         return None if self.last is None else performance_of(self.last, self.spec.goal)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run's log has been opened."""
+        return self.log.is_open
 
     @property
     def finished(self) -> bool:
@@ -95,10 +105,10 @@ class Worker:
         Raises:
             CheckpointError: the checkpoint belongs to a run with other settings, or another version has written it.
         """
-        history = self.log.take_over()
+        self.log.take_over()
         for torn in self.folder.glob(".*.pt.*.partial"):
             torn.unlink()  # left by a process that was lost while it wrote
-        notes: list[str] = []
+        notes, size = list[str](), self.ranks.world_size
         num_kept: int | None = None
         for path in (self.folder / CHECKPOINT, self.folder / PREVIOUS):
             if num_kept is None and path.exists():
@@ -109,21 +119,34 @@ class Worker:
         if self.ranks.any(num_kept is None and bool(notes)):
             self._rebuild_loop()
         if num_kept is None:
-            if keep_replaced(self.folder / EVENTS):
+            if self.log.keep_replaced():
                 notes.append(f"no checkpoint can be read, and what was recorded is in {REPLACED}")
             self.log.open()
-            world_size, memory = self.ranks.world_size, self.loop.memory
-            self.log.append(start_record(self.spec, self._control, self.device, memory, world_size))
+            self.log.append(start_record(self.spec, self._control, self.loop.memory, size))
         (self.folder / ERROR).unlink(missing_ok=True)  # an interruption is about to be recorded in its place
-        for index, record in history.interruptions:
-            if index >= (num_kept or 1):  # cut off with the records after the checkpoint
-                self.log.append(record)
-        interruption = history.interruption(num_kept or 1, world_size=self.ranks.world_size)
-        if interruption is not None:
-            goes_on = f"goes on after epoch {epoch}" if (epoch := self.loop.sampler.epoch) else "begins again"
-            message = "; ".join([interruption.message, goes_on, *notes])
-            self.log.append(replace(interruption, message=message, epoch=epoch))
-        return self.loop.sampler.epoch
+        epoch = self.loop.sampler.epoch
+        notes.insert(0, f"goes on after epoch {epoch}" if epoch else "begins again")
+        self.log.record_interruption(num_kept or 1, world_size=size, epoch=epoch, notes=notes)
+        return epoch
+
+    def train_epoch(self, folder: TrainingFolder) -> Progress:
+        """Trains, saves and uploads the next epoch, if one is left; finishes the run after the last one.
+
+        An error gets the user's own lines as a note: notes reach the driver, the traceback does not.
+        """
+        try:
+            with forbidding_exit():
+                if not self.finished:
+                    self.advance()
+                    self._save_if_due()
+                if self.finished:
+                    self.finish()
+        except Exception as error:
+            if lines := users_lines(error):
+                error.add_note(lines)
+            raise
+        folder.close() if self.finished else folder.push_soon()
+        return Progress(epoch=self.loop.sampler.epoch, performance=self.performance, finished=self.finished)
 
     def advance(self) -> None:
         """Trains one epoch, and evaluates it on the validation samples, never on test samples.
@@ -132,7 +155,6 @@ class Worker:
             NonFiniteLossError: the training loss or the metric is not finite, or the validation loss and a value in
                 the model are not.
             torch.OutOfMemoryError, MemoryError: not even one sample fits.
-            TakenOverError: another process has taken over the run.
         """
         plan, began = self.loop.plan, time.thread_time()
         stats = self.loop.train_epoch()
@@ -207,21 +229,31 @@ class Worker:
         self.log.append(failure_record(error))
 
     def close(self) -> None:
-        """Frees model, data and memory, and closes the log; raises DiskFullError if there is no room for it."""
+        """Frees model, data and memory, and closes the log."""
         del self._splits, self._at_end
         try:
             self._drop_loop()
         finally:  # after a device error it raises again, and the log must be whole all the same
             self.log.close()
 
+    def _save_if_due(self) -> None:
+        """Writes a checkpoint if one is due on rank 0, with the help of all ranks; raises as `checkpoint`.
+
+        Saving takes at most a twentieth of the time, unless it takes 0.25 s or less. The last epoch is always saved.
+        """
+        began = time.monotonic()
+        interval_s = began - self._saved_at + self._saving_s
+        is_due = self.finished or self._saving_s <= max(0.25, 0.05 * interval_s)
+        if self.ranks.any(is_due and self.ranks.rank == 0):
+            self.checkpoint()
+            self._saved_at = time.monotonic()
+            self._saving_s = self._saved_at - began
+
     def checkpoint(self) -> None:
         """Writes the checkpoint that `resume` restores, and keeps the previous one.
 
         Does nothing once the log has ended: `stop`, from another thread, may have ended it before the epoch was logged.
-
-        Raises:
-            DiskFullError: there is no room; the previous checkpoint stays.
-            TakenOverError: another process has taken over the run; likewise.
+        If it raises, the previous checkpoint stays.
         """
         loop = self.loop.state_dict()  # a collective, if ranks share the optimizer
         # On the disk: a checkpoint must never count records that a power cut can lose. It does not count an end record
@@ -247,10 +279,7 @@ class Worker:
         """Restores the checkpoint at `path`: cuts the event log back to it, and rewrites the best weights from it.
 
         Returns the number of records kept; or None, and why the checkpoint is damaged or does not belong to this log.
-
-        Raises:
-            CheckpointError: the checkpoint belongs to another run, or another version has written it.
-            DiskFullError, MemoryError, torch.OutOfMemoryError: there is no room.
+        One that is intact, but of another run or version, or has no room, raises.
         """
         try:
             state = load_checkpoint(path)
@@ -278,20 +307,15 @@ class Worker:
         self._times.load_state_dict(state["epoch_times"])
         self.last = None if state["last"] is None else decode(Epoch, state["last"])
 
-    def _build_loop(self) -> ControlLoop | BaselineLoop:
-        return build_loop(
-            self.spec,
-            self._task,
-            self._splits,
-            control=self._control,
-            device=self.device,
-            budget_bytes=self._budget_bytes,
-            on_tick=self.log.append,
-        )
+    def _build_loop(self, control: ControlConfig) -> ControlLoop | BaselineLoop:
+        return build_loop(self.spec, self._task, self._splits, control, self._budget_bytes, self._on_tick)
+
+    def _on_tick(self, tick: Tick) -> None:
+        self.log.append(tick)
 
     def _rebuild_loop(self) -> None:
         self._drop_loop()  # first: its memory would count as the next one's
-        self.loop = self._build_loop()
+        self.loop = self._build_loop(self._control)
         self._times, self.last = EpochTimes(), None
 
     def _drop_loop(self) -> None:

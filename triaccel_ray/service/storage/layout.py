@@ -52,6 +52,15 @@ SETTINGS = "config.toml"
 REPORT = "report.html"
 FIGURES = "figures"
 """Folder of pictures."""
+LOG_FILES = (SPEC, ERROR, DAMAGED, REPLACED, EVENTS)
+"""Files to view a run, though not to resume it; the log is last because it says what the others hold."""
+RUN_FILES = (MODEL, *LOG_FILES, CHECKPOINT)
+"""Files that a run uploads, in this order. Everything else stays on its machine."""
+PAGE_FILES = (SETTINGS, TUNED_THRESHOLDS, REPORT)
+WRITER = ".writer"
+"""File in the store that names the training folder in which a run continues."""
+COMMAND_FILES = (SEARCH, COMPARISON, PREPARED, FIXED_SETTING, JOURNAL, SHIPPED, *PAGE_FILES)
+"""Files that a command writes: request, results, suggestions, MLflow state, reports. With a spec also its log."""
 
 
 def is_set_of_runs(folder: Path) -> bool:
@@ -67,11 +76,7 @@ def create_with_spec(folder: Path, file: str, spec: Any) -> None:
 
 @contextlib.contextmanager
 def claiming_name(folder: Path) -> Iterator[None]:
-    """Creates `folder` to reserve its name, and removes it afterwards if it is still empty.
-
-    Raises:
-        ValueError: it exists already, or another process was first; it is left unchanged.
-    """
+    """Creates `folder` to reserve its name, and removes it if it is still empty; raises ValueError if it exists."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -112,11 +117,7 @@ def write_value(path: Path, value: Any) -> None:
 
 
 def read_value(cls: type[T], path: Path, way_out: str) -> T:
-    """Returns the value of class `cls` that the file at `path` holds.
-
-    Raises:
-        LogError: it cannot be read, or holds something else; the message ends with `way_out`.
-    """
+    """Returns the `cls` that the file at `path` holds; if it cannot, raises a LogError that ends with `way_out`."""
     try:
         return decode(cls, json.loads(path.read_text()))
     except (OSError, ValueError, RecursionError) as error:

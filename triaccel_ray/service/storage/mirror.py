@@ -10,12 +10,25 @@ from filelock import FileLock, Timeout
 
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import DiskFullError, StoreError, cause_of
-from triaccel_ray.service.storage.copies import COMMAND_FILES, LOG_FILES, naming_local_copy, pull, push
-from triaccel_ray.service.storage.layout import COMPARISON, EVENTS, SEARCH, folder_in_use, is_set_of_runs, name_in_use
-from triaccel_ray.service.storage.retrying import PATIENCE_S, RetryingThread, retry
+from triaccel_ray.service.storage.layout import (
+    COMMAND_FILES,
+    COMPARISON,
+    EVENTS,
+    LOG_FILES,
+    SEARCH,
+    folder_in_use,
+    is_set_of_runs,
+    name_in_use,
+)
 from triaccel_ray.service.storage.storage_path import StoragePath, is_plain_name
 from triaccel_ray.service.storage.store import Stamp, Store
-from triaccel_ray.service.storage.training_folder import TrainingFolder
+from triaccel_ray.service.storage.training_folder import (
+    PATIENCE_S,
+    RetryingThread,
+    TrainingFolder,
+    naming_local_copy,
+    retry,
+)
 
 INTERVAL_S = 5.0
 """Seconds between two synchronizations of a command with the store."""
@@ -24,15 +37,11 @@ _logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def mirrored(place: StoragePath, *, patience_s: float = PATIENCE_S) -> Iterator[None]:
+def mirrored(place: StoragePath) -> Iterator[None]:
     """Syncs a command's working copy with the store while the body runs; does nothing if the storage is a folder.
 
     Uploads the command's files, and downloads the logs of runs. Before and after the body it also uploads files that
     runs on this machine could not. If another process has taken over the command's work, nothing more is uploaded.
-
-    Args:
-        place: a run, search or comparison.
-        patience_s: seconds that the store may be unreachable at the end.
 
     Raises:
         StoreError: the store is unreachable at the start or end, or another command on this machine works on `place`.
@@ -50,7 +59,7 @@ def mirrored(place: StoragePath, *, patience_s: float = PATIENCE_S) -> Iterator[
         sync()
 
     try:
-        lock = _lock(place).acquire(timeout=patience_s)
+        lock = _lock(place).acquire(timeout=PATIENCE_S)
     except Timeout:
         raise StoreError(
             f"{place}: another process of this machine works on it; wait for it, or end it, then go on with "
@@ -66,21 +75,21 @@ def mirrored(place: StoragePath, *, patience_s: float = PATIENCE_S) -> Iterator[
                 background.stop(5.0)
             if cause_of(error) != "taken_over":
                 try:  # briefly: the user is waiting for the error message
-                    with naming_local_copy(place, StoragePath(place.storage).folder):
-                        retry(sync_all, min(patience_s, 5.0))
+                    with naming_local_copy(place):
+                        retry(sync_all, 5.0)
                 except (StoreError, DiskFullError) as failure:
                     _logger.warning("%s", failure)
             raise
-        with naming_local_copy(place, StoragePath(place.storage).folder):
-            background.stop(patience_s)
-            retry(sync_all, patience_s)
+        with naming_local_copy(place):
+            background.stop()
+            retry(sync_all)
 
 
 def upload(place: StoragePath, files: Sequence[str]) -> None:
     """Uploads files that a command has just written at `place`; logs a warning if it cannot."""
     if place.uri is not None:
         try:
-            push(place, place.folder, files, Store(place).files(recursive=False))
+            Store(place).push(place.folder, files, Store(place).files(recursive=False))
         except StoreError as error:
             _logger.warning("%s: on this machine alone for now: %s", ", ".join(files), error)
 
@@ -94,22 +103,17 @@ def pull_all(place: StoragePath) -> None:
     if folders := _remote_folders(place):
         with contextlib.suppress(Timeout), _lock(place).acquire(timeout=0.0):
             for folder, remote in folders:
-                pull(folder, folder.folder, (*COMMAND_FILES, *LOG_FILES), remote)
+                Store(folder).pull(folder.folder, (*COMMAND_FILES, *LOG_FILES), remote)
 
 
-def pull_run(place: StoragePath, patience_s: float = PATIENCE_S) -> None:
+def pull_run(place: StoragePath) -> None:
     """Downloads the logs of runs at and below `place`, wherever they train."""
     if place.uri is not None:
-        retry(lambda: _pull_logs(place), patience_s)
+        retry(lambda: _pull_logs(place))
 
 
 def require_unused(place: StoragePath) -> None:
-    """Checks that nothing exists at `place`, neither here nor in the store.
-
-    Raises:
-        ValueError: something exists; it is left unchanged.
-        StoreError: the store cannot be reached.
-    """
+    """Raises ValueError if something exists at `place`, here or in the store; it is left unchanged."""
     if place.uri is None:
         if place.folder.exists():
             raise folder_in_use(place.folder)
@@ -122,7 +126,7 @@ def require_unused(place: StoragePath) -> None:
 def _pull_logs(place: StoragePath) -> None:
     for folder, remote in _remote_folders(place):
         if not remote.keys() & {SEARCH, COMPARISON}:  # its command writes its log
-            pull(folder, folder.folder, LOG_FILES, remote)
+            Store(folder).pull(folder.folder, LOG_FILES, remote)
 
 
 def _push_commands(place: StoragePath) -> None:
@@ -130,7 +134,7 @@ def _push_commands(place: StoragePath) -> None:
     for path in (place.folder, *place.folder.rglob("*/")):
         folder = place / path.relative_to(place.folder)
         files = (*COMMAND_FILES, EVENTS) if is_set_of_runs(path) else COMMAND_FILES
-        push(folder, path, files, remote.get(folder, {}))
+        Store(folder).push(path, files, remote.get(folder, {}))
 
 
 def _push_runs(place: StoragePath) -> None:

@@ -87,11 +87,7 @@ class StoragePath:
 
 
 def expanded(path: str | Path) -> Path:
-    """Returns the path with ~ expanded to the home directory.
-
-    Raises:
-        ValueError: there is no such user.
-    """
+    """Returns the path with ~ expanded to the home directory; raises ValueError if there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -111,11 +107,7 @@ def working_copy(uri: str) -> Path:
 
 
 def _require_no_secret(uri: str) -> None:
-    """Checks that the URI holds no secret: it is shown, stored and handed to other machines.
-
-    Raises:
-        ValueError: it holds a password or key, which the message does not repeat.
-    """
+    """Raises ValueError if the URI, which is shown and stored, holds a password or key; the message does not."""
     signed_in = re.search(r"://.*:.*@", uri, re.DOTALL) or (uri.startswith("s3") and "@" in uri)
     if signed_in or _SECRET_NAME.search(uri):
         shown = re.sub(r"://.*@", "://***@", uri, flags=re.DOTALL).partition("?")[0]

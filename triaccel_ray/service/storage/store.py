@@ -1,4 +1,14 @@
-"""Reads and writes whole files in an object store or remote file system, through pyarrow's file systems."""
+"""Copies whole files to and from an object store or remote file system, through pyarrow's file systems.
+
+Each file has one writer, which uploads it; all others download it. A run writes to its training folder, on the machine
+where it trains (`training_folder`). A command writes to its working copy, on the machine where it was started, and
+downloads the logs of runs to it (`mirror`). A copy has the size and modification time of its original; files that agree
+in both are not copied again.
+
+A checkpoint counts the records of its log. Whoever downloads both must find at least as many in the log. So a log is
+uploaded before its checkpoint, but opened after it, and downloaded after it. The trained model is uploaded before the
+log and opened after it. So if a log says how the run ended, the model is in the store.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +18,7 @@ import io
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,6 +26,7 @@ from typing import Any, BinaryIO
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.records.durable import atomic_write
 from triaccel_ray.service.failures import DiskFullError, StoreError, reporting_full_disk
+from triaccel_ray.service.storage.layout import COMMAND_FILES, ERROR
 from triaccel_ray.service.storage.storage_path import STORE_RULE, StoragePath
 
 BLOCK_BYTES = 4 * 2**20
@@ -46,7 +57,8 @@ class Stamp:
 class Store:
     """The folder in a remote store that a storage path names; cheap to create, because connections are cached.
 
-    An operation that fails raises StoreError, with the reason and what to do.
+    An operation that fails raises StoreError, with the reason and what to do; a download for which this machine's disk
+    has no room raises DiskFullError.
     """
 
     place: StoragePath
@@ -76,11 +88,7 @@ class Store:
             return str(source.read().decode())
 
     def read(self, name: str, target: Path) -> None:
-        """Downloads a file to `target`, which is replaced atomically.
-
-        Raises:
-            DiskFullError: this machine's disk has no room for it.
-        """
+        """Downloads a file to `target`, which is replaced atomically."""
         with (
             self._opened() as (filesystem, folder),
             reporting_full_disk(target.parent),
@@ -110,6 +118,58 @@ class Store:
                 filesystem.move(target, path)
             return _stamp(filesystem.get_file_info(path))
 
+    def push(
+        self,
+        folder: Path,
+        files: Sequence[str],
+        remote: Mapping[str, Stamp],
+        *,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Uploads those `files` of `folder`, in this order, that the store lacks or has in another version.
+
+        `remote` lists the store's files. Nothing is deleted in a store: a traceback that is gone here becomes an
+        empty file there. `before` is called once before the first upload, and not at all if there is none.
+        """
+        with contextlib.ExitStack() as open_files:
+            changed: dict[str, tuple[BinaryIO, int]] = {}
+            for file in reversed(files):  # a checkpoint first: the log then holds all records it counts
+                try:
+                    source = open_files.enter_context((folder / file).open("rb"))
+                except FileNotFoundError:
+                    if file == ERROR and file in remote and remote[file].size:
+                        changed[file] = io.BytesIO(), 0
+                    continue
+                local = Stamp.of(os.fstat(source.fileno()))
+                if local != remote.get(file):
+                    changed[file] = source, local.size  # records appended from here on are uploaded later
+            if changed:
+                before()
+            for file, (content, num_bytes) in reversed(changed.items()):
+                stamp = self.write(file, content, num_bytes)
+                if not isinstance(content, io.BytesIO):
+                    os.utime(content.fileno(), ns=(stamp.mtime_ns, stamp.mtime_ns))
+
+    def pull(self, folder: Path, files: Sequence[str], remote: Mapping[str, Stamp]) -> None:
+        """Downloads those `files` that `folder` lacks or has in another version; an empty one deletes the local file.
+
+        A command's file that is newer here is kept: the command may have been killed before it could upload it.
+        """
+        for file in reversed(files):
+            path, stamp = folder / file, remote.get(file)
+            if stamp is None:
+                continue
+            local = Stamp.of(path.stat()) if path.exists() else None
+            if local == stamp:
+                continue
+            if local is not None and file in COMMAND_FILES and local.mtime_ns > stamp.mtime_ns:
+                continue
+            if stamp.size == 0:
+                path.unlink(missing_ok=True)
+                continue
+            self.read(file, path)
+            os.utime(path, ns=(stamp.mtime_ns, stamp.mtime_ns))
+
     @contextlib.contextmanager
     def _opened(self, *, must_exist: bool = True) -> Iterator[tuple[Any, str]]:
         """Yields the file system and the folder's path in it; turns errors of the body into StoreError.
@@ -135,11 +195,7 @@ def _exists(filesystem: Any, root: str) -> bool:
 
 @functools.cache
 def _open(uri: str) -> tuple[Any, str]:
-    """Returns the file system, and the path in it without a trailing slash.
-
-    Raises:
-        StoreError: the file system or the bucket does not exist.
-    """
+    """Returns the file system, and the path in it without a trailing slash."""
     from pyarrow import fs
 
     with _explained(uri, STORE_RULE):

@@ -15,7 +15,7 @@ from triaccel_ray.measure.score import BYTES_PER_GB
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import End, Epoch, Start, Throughput, Tick
 from triaccel_ray.records.plan import Precision, Storage
-from triaccel_ray.service.runs.methods import BASELINES
+from triaccel_ray.service.runs.spec import BASELINES
 
 RESULT_PREFIX = "final/"
 """Prefix of the metrics that hold a run's final results."""
