@@ -44,15 +44,16 @@ def test_a_group_that_is_lost_too_often_has_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_ray")
-def test_a_group_whose_trial_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", ["ResourceTrainable", "Mailbox"])
+def test_a_group_whose_trial_or_mailbox_is_killed_leaves_nothing_behind(victim: str, tmp_path: Path) -> None:
     (tmp_path / HOLD).touch()
     orphans: list[int] = []
 
     def kill() -> None:
         wait_until(lambda: sum(isinstance(each.record, Epoch) for each in events(tmp_path)) == 2)
         orphans.extend(processes("RayTrainWorker"))
-        (trial,) = processes("ResourceTrainable")
-        os.kill(trial, signal.SIGKILL)
+        (killed,) = processes(victim)
+        os.kill(killed, signal.SIGKILL)
         wait_until(lambda: not any(map(psutil.pid_exists, orphans)))
         wait_until(lambda: interruptions(tmp_path))  # the new group found room, though the old one had taken all
 

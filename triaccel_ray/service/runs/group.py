@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put  # no public way to note a value in the GCS
 from ray.train import UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
@@ -103,7 +104,8 @@ class Group:
 
     def stop(self) -> None:
         """Has the ranks end before their next epoch."""
-        ray.get(self._mailbox.stop.remote())
+        with contextlib.suppress(RayActorError):  # the mailbox is lost, so the ranks end by themselves
+            ray.get(self._mailbox.stop.remote())
 
     def close(self) -> None:
         """Returns when the ranks are gone. If they do not end, this process does, and Ray ends what it has started."""
@@ -118,7 +120,8 @@ class Group:
                 trainer(train, gpu_range, EndOnFailure(self._mailbox), folder, on_gpus=on_gpus).fit()
         except Exception as error:  # raised by `next_progress`, in the trial's own thread
             self._error = error
-        ray.get(self._mailbox.end.remote())
+        with contextlib.suppress(RayActorError):
+            ray.get(self._mailbox.end.remote())
 
 
 def trainer(
@@ -258,10 +261,10 @@ def _train(spec: RunSpec, place: StoragePath, shared: SharedSplits | None, mailb
         try:
             worker.resume()
             folder.push_soon()
-            while not worker.ranks.any(leads and not ray.get(mailbox.may_train.remote())):
+            while not worker.ranks.any(leads and not _answer(mailbox.may_train.remote())):
                 progress = worker.train_epoch(folder)
                 if leads:
-                    ray.get(mailbox.report.remote(progress))
+                    _answer(mailbox.report.remote(progress))
                 if progress.finished:
                     return
             worker.stop()
@@ -271,6 +274,18 @@ def _train(spec: RunSpec, place: StoragePath, shared: SharedSplits | None, mailb
             if leads and worker.has_begun:
                 worker.fail(error)  # here: the store may be away, and the folder is this machine's
             raise
+
+
+def _answer(reference: Any) -> Any:
+    """Returns what the mailbox answers.
+
+    Raises:
+        LostRankError: it was lost, as a rule with the trial that owns it. Then Ray is about to end the ranks, too.
+    """
+    try:
+        return ray.get(reference)
+    except (RayActorError, OutOfMemoryError) as error:
+        raise LostRankError(f"the trial of the run was lost: {first_line(error)}") from error
 
 
 class Follower(Worker):

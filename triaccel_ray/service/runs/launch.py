@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 from ray import tune
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 from ray.tune.execution import class_cache
 from ray.tune.experiment import Trial
 
@@ -218,9 +218,9 @@ def _run_error(place: StoragePath, last: Mapping[str, Any]) -> Exception | None:
 
 def _without_ray_wrapper(error: Any) -> Exception:
     """Returns the exception that made Tune give up a trial, without Ray's wrapper."""
-    if isinstance(error, RayActorError):
-        return PreemptedError(f"its process was lost {MAX_LOSSES + 1} times, the last time so: {first_line(error)}")
     cause = getattr(error, "cause", error)
+    if isinstance(cause, RayActorError | OutOfMemoryError):
+        return PreemptedError(f"its process was lost {MAX_LOSSES + 1} times, the last time so: {first_line(cause)}")
     return cause if isinstance(cause, Exception) else RuntimeError(str(cause))
 
 
