@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.config import BatchConfig, ControlConfig, ExecutionConfig
 from triaccel_ray.search_spaces.tuned import tuned_thresholds
-from triaccel_ray.trainables.cifar_download import find_or_download
-from triaccel_ray.trainables.cifar_files import cifar_set
+from triaccel_ray.trainables.cifar_files import read_cifar
 from triaccel_ray.trainables.images import ImageSource, Preparation
 from triaccel_ray.trainables.models import Stem, efficientnet_b0, resnet18
 from triaccel_ray.trainables.split import SPLIT_SEED, stratified_split
@@ -39,12 +38,11 @@ class CifarTask(Task):
     """Whether the test averages the model's outputs for each image and its mirror image."""
 
     def data(self, purpose: Purpose) -> Splits:
-        """Returns the samples for `purpose`; SEARCH does not read the file with test images, which need not exist."""
+        """Returns the samples for `purpose`; SEARCH does not read test images."""
         is_final = purpose is Purpose.FINAL
-        folder = find_or_download(cifar_set(self.num_classes), self.data_dir, with_test=is_final)
-        images, labels = folder.read_train()
+        (images, labels), *test = read_cifar(self.num_classes, self.data_dir, with_test=is_final)
         if is_final:
-            return self._splits((images, labels), folder.read_test(), mirror_views=self.mirror_views)
+            return self._splits((images, labels), *test, mirror_views=self.mirror_views)
         train, validation = stratified_split(labels, _NUM_VALIDATION, SPLIT_SEED)
         return self._splits((images[train], labels[train]), (images[validation], labels[validation]))
 
