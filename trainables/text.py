@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, require
 from triaccel_ray.model.metrics import BITS_PER_BYTE, PERPLEXITY, Metric
-from triaccel_ray.trainables.task import WITHIN_BUDGET, Purpose, Recipe, SizedTask, Splits, parameter_groups
+from triaccel_ray.trainables.task import WITHIN_BUDGET, Purpose, Recipe, SizeByDevice, Splits, Task, parameter_groups
 from triaccel_ray.trainables.text_files import Windows, read_bytes, split_by_file, text_files
 
 NUM_BYTES = 256
@@ -76,7 +76,7 @@ class GPT(nn.Module):
         return logits
 
 
-class TextGpt(SizedTask):
+class TextGpt(Task):
     """A byte-level GPT on text, split by file into 80 % training, 10 % validation and 10 % test text.
 
     The text is the modules of the installed Python's standard library, or the files below `--data-dir`. The library
@@ -87,22 +87,15 @@ class TextGpt(SizedTask):
     name: ClassVar[str] = "text-gpt"
     pattern: ClassVar[str] = "*"
     """The names of files below `--data-dir` that are text."""
-    _on_gpu: ClassVar[Mapping[str, int]] = {
-        "layers": 6, "width": 384, "heads": 6, "context": 256, "most_windows": 1 << 20,
-    }  # fmt: skip
-    _on_cpu: ClassVar[Mapping[str, int]] = {
-        "layers": 2, "width": 64, "heads": 4, "context": 64, "most_windows": 1 << 11,
-    }  # fmt: skip
-    # Sizes; None: the default for this machine.
-    layers: ClassVar[int | None] = None
+    layers = SizeByDevice(gpu=6, cpu=2)
     """Number of transformer blocks."""
-    width: ClassVar[int | None] = None
+    width = SizeByDevice(gpu=384, cpu=64)
     """Features at every position."""
-    heads: ClassVar[int | None] = None
+    heads = SizeByDevice(gpu=6, cpu=4)
     """Attention heads; must divide `width`."""
-    context: ClassVar[int | None] = None
+    context = SizeByDevice(gpu=256, cpu=64)
     """Context length, bytes."""
-    most_windows: ClassVar[int | None] = None
+    most_windows = SizeByDevice(gpu=1 << 20, cpu=1 << 11)
     """Maximum of training windows of `context` bytes in an epoch, spread over the text; an eighth of it to evaluate."""
     recipe: ClassVar[Recipe] = Recipe(epochs=5, lr=2e-3, warmup_epochs=0.5, weight_decay=0.1, amp="bf16")
     control: ClassVar[ControlConfig] = ControlConfig(
@@ -116,7 +109,7 @@ class TextGpt(SizedTask):
     unread: ClassVar[Collection[str]] = ("momentum", "nesterov")
 
     def _shape(self) -> dict[str, int]:
-        return {name: self._size(name) for name in ("layers", "width", "heads", "context")}
+        return {name: getattr(self, name) for name in ("layers", "width", "heads", "context")}
 
     def model(self) -> nn.Module:
         """Returns the network."""
@@ -130,7 +123,7 @@ class TextGpt(SizedTask):
         """
         files = text_files(self.data_dir, self.pattern)
         split = split_by_file({name: path.stat().st_size for name, path in files.items()})
-        most = self._size("most_windows")
+        most = self.most_windows
         train, held_out = split["train"], split["validation"]
         if purpose is Purpose.FINAL:
             train, held_out = train + held_out, split["test"]
@@ -141,7 +134,7 @@ class TextGpt(SizedTask):
 
     def samples(self, paths: Sequence[Path], most: int) -> Windows:
         """Returns the windows of the files at `paths`, at most `most`."""
-        return Windows(read_bytes(paths), self._size("context"), most)
+        return Windows(read_bytes(paths), self.context, most)
 
     def loss(self, outputs: Any, targets: Tensor, recipe: Recipe) -> Tensor:
         """Returns the mean cross-entropy per byte, in nats: outputs [b, t, 256], targets [b, t]."""
