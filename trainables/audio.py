@@ -82,7 +82,6 @@ class AudioSiren(Task):
     weights on a GPU, 2 s at 16 kHz and 50,000 weights on a CPU.
     """
 
-    name: ClassVar[str] = "audio-siren"
     unread: ClassVar[Collection[str]] = ("data_dir", "momentum", "nesterov", "label_smoothing")
     layers = SizeByDevice(gpu=5, cpu=4)
     """Hidden layers."""

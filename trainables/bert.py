@@ -123,7 +123,6 @@ class TextBert(TextGpt):
     Files that are not Python in ASCII are left out. The metric is the percentage of bytes whose class is right.
     """
 
-    name: ClassVar[str] = "text-bert"
     pattern: ClassVar[str] = "*.py"
     layers = SizeByDevice(gpu=12, cpu=2)
     width = SizeByDevice(gpu=768, cpu=64)

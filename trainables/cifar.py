@@ -60,7 +60,6 @@ class CifarTask(Task):
 class Cifar10ResNet18(CifarTask):
     """ResNet-18 with the 3 x 3 stem that suits small images."""
 
-    name: ClassVar[str] = "cifar10-resnet18"
     stem: ClassVar[Stem] = "cifar"
     mirror_views: ClassVar[bool] = True
     # Chosen for CIFAR-10 and 20 epochs; docs/benchmarks.md lists the alternatives tried.
@@ -90,7 +89,6 @@ class Cifar10ResNet18(CifarTask):
 class Cifar10ResNet18Long(Cifar10ResNet18):
     """The same network trained five times as long, in batches of 512 that only a lack of memory makes smaller."""
 
-    name: ClassVar[str] = "cifar10-resnet18-long"
     cutout: ClassVar[int] = 12
     recipe: ClassVar[Recipe] = replace(
         Cifar10ResNet18.recipe, epochs=100, warmup_epochs=15.0, weight_decay=5e-4, norm_bias_lr_factor=4.0
@@ -103,7 +101,6 @@ class Cifar10ResNet18Long(Cifar10ResNet18):
 class Cifar100ResNet18(Cifar10ResNet18):
     """The same on CIFAR-100."""
 
-    name: ClassVar[str] = "cifar100-resnet18"
     num_classes: ClassVar[Literal[10, 100]] = 100
     # A batch that grows at once costs half a point, and one that waits for the noise scale saves no time:
     # docs/results.md. So it does not grow. --batch-max also sets the sizes of --fixed and tune-batch.
@@ -115,14 +112,12 @@ class Cifar100ResNet18(Cifar10ResNet18):
 class Cifar10ResNet18ImagenetStem(Cifar10ResNet18):
     """ResNet-18 as torchvision builds it for ImageNet, which matches the paper's memory figures."""
 
-    name: ClassVar[str] = "cifar10-resnet18-imagenet-stem"
     stem: ClassVar[Stem] = "imagenet"
 
 
 class Cifar100ResNet18ImagenetStem(Cifar10ResNet18ImagenetStem):
     """The same on CIFAR-100."""
 
-    name: ClassVar[str] = "cifar100-resnet18-imagenet-stem"
     num_classes: ClassVar[Literal[10, 100]] = 100
     control: ClassVar[ControlConfig] = Cifar100ResNet18.control
 
@@ -130,7 +125,6 @@ class Cifar100ResNet18ImagenetStem(Cifar10ResNet18ImagenetStem):
 class Cifar10EfficientNetB0(CifarTask):
     """EfficientNet-B0 on images resized to 224 x 224, the size it was designed for."""
 
-    name: ClassVar[str] = "cifar10-efficientnet-b0"
     input_size: ClassVar[int | None] = 224
     # BF16, because under FP16 autocast the loss was not finite in some step of the first epoch.
     recipe: ClassVar[Recipe] = Recipe(
@@ -151,5 +145,4 @@ class Cifar10EfficientNetB0(CifarTask):
 class Cifar100EfficientNetB0(Cifar10EfficientNetB0):
     """The same on CIFAR-100."""
 
-    name: ClassVar[str] = "cifar100-efficientnet-b0"
     num_classes: ClassVar[Literal[10, 100]] = 100

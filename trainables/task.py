@@ -98,12 +98,9 @@ WITHIN_BUDGET: Mapping[str, Any] = {"weights": "auto", "step_in_backward": "auto
 class Task(ABC):
     """An experiment. Subclass it, and `triaccel run package.module:MyTask` trains it.
 
-    A subclass sets `name` and defines `model` and `data`. It may override `recipe`, `control`, `metrics` and
-    `objective`.
+    A subclass defines `model` and `data`. It may override `recipe`, `control`, `metrics` and `objective`.
     """
 
-    name: ClassVar[str] = ""
-    """Name of the task, e.g. `cifar10-resnet18`."""
     recipe: ClassVar[Recipe] = Recipe()
     """Defaults that the command line can override."""
     control: ClassVar[ControlConfig] = ControlConfig()

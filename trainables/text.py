@@ -84,7 +84,6 @@ class TextGpt(Task):
     10.8 million weights and all of the text on a GPU, 0.1 million and 2,048 windows of 64 bytes on a CPU.
     """
 
-    name: ClassVar[str] = "text-gpt"
     pattern: ClassVar[str] = "*"
     """The names of files below `--data-dir` that are text."""
     layers = SizeByDevice(gpu=6, cpu=2)
