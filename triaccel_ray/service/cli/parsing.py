@@ -26,7 +26,7 @@ from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.options import is_group
 from triaccel_ray.service.cli.settings import given
 from triaccel_ray.service.credentials import without_passwords
-from triaccel_ray.trainables.registry import require_name, suggestion
+from triaccel_ray.trainables.registry import require_name
 
 MOST_USED: Mapping[type, str] = {
     Run: "task from_ method name seed epochs lr batch_size memory_budget device storage_path",
@@ -43,7 +43,7 @@ def parse(arguments: Sequence[str] | None) -> Command:
 
     Raises:
         SystemExit: they are invalid, or ask for help; the message has been printed, without passwords.
-        ValueError: there is no such command, or the file given as --config breaks a rule.
+        ValueError: the file given as --config breaks a rule.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     own_words = words[: words.index("--")] if "--" in words else words  # words after -- belong to another command
@@ -51,15 +51,10 @@ def parse(arguments: Sequence[str] | None) -> Command:
         sys.stdout.write(f"triaccel {version('triaccel-ray')}\n")
         sys.exit(0)
     command = [word for word in own_words[:1] if not word.startswith("-")]
-    known = [word_of(kind) for kind in get_args(Command)]
-    for name in command:
-        meant = suggestion(name, known) or ";"
-        require(name in known, "command", name, f"no such command{meant} the commands are {', '.join(known)}")
     try:
-        if "--help-all" in own_words:
-            _parse(Command, [*command, "--help"])
-        if "--help" in own_words or "-h" in own_words:
-            _parse(_briefly(Command) if command else Command, [*command, "--help"])
+        if not {"--help-all", "--help", "-h"}.isdisjoint(own_words):
+            is_brief = bool(command) and "--help-all" not in own_words
+            _parse(_briefly(Command) if is_brief else Command, [*command, "--help"])
     except BrokenPipeError:  # `triaccel search --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails, too
         sys.exit(1)
