@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from triaccel_ray.config import require
 from triaccel_ray.model.metrics import ACCURACY, Metric
 from triaccel_ray.trainables.task import Recipe, SizeByDevice
-from triaccel_ray.trainables.text import NUM_BYTES, TextGpt
-from triaccel_ray.trainables.text_files import Windows
+from triaccel_ray.trainables.text import NUM_BYTES, TextGpt, Windows
 
 
 class LexicalClass(IntEnum):
