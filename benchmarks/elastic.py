@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.any_model import optimizer_of
 from benchmarks.processes import has_gpus, parser_of, print_all, run_apart
-from benchmarks.workloads import WITH_TENSORS, workload_of
+from benchmarks.workloads import WITH_TENSORS, Workload, workload_of
 from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, PrecisionConfig, use_lean_memory
 
 MODES = ("elastic", "unknown", "steps")
@@ -34,14 +34,9 @@ def run(name: str, mode: str, num_epochs: int, num_samples: int) -> dict[str, An
     data = repeated(workload.inputs, num_samples), repeated(workload.targets, num_samples)
     began = time.perf_counter()
     ticks: list[Any] = []
-    loop = ControlLoop(
-        workload.model,
-        optimizer_of(workload),
-        workload.loss,
-        data,
-        config=_config(workload.batch_size, mode),
-        on_tick=ticks.append,
-        epochs=None if mode == "unknown" else num_epochs,
+    batch = batch_from(workload.batch_size) if mode in MODES else fixed_batch(int(mode))
+    loop = loop_of(
+        workload, data, batch, ticks, None if mode == "unknown" else num_epochs, revert_slowdowns=mode != "steps"
     )
     seconds = [loop.train_epoch().seconds for _ in range(num_epochs)]
     total = time.perf_counter() - began
@@ -56,17 +51,25 @@ def run(name: str, mode: str, num_epochs: int, num_samples: int) -> dict[str, An
     }  # fmt: skip
 
 
-def _config(start: int, mode: str) -> ControlConfig:
-    batch = BatchConfig() if start == BatchConfig().start else BatchConfig().around(start)
-    if mode not in MODES:
-        size = int(mode)
-        batch = BatchConfig(enabled=False, start=size, minimum=size, maximum=size)
-    return ControlConfig(
-        batch=batch,
-        curvature=CurvatureConfig(enabled=False),
-        precision=PrecisionConfig(enabled=False),
-        revert_slowdowns=mode != "steps",
+def loop_of(
+    workload: Workload, data: Any, batch: BatchConfig, ticks: list[Any], epochs: float | None, **settings: Any
+) -> ControlLoop:
+    """Returns a loop that adapts the batch alone, and adds its ticks to `ticks`."""
+    off: dict[str, Any] = {"curvature": CurvatureConfig(enabled=False), "precision": PrecisionConfig(enabled=False)}
+    config, optimizer = ControlConfig(batch=batch, **off, **settings), optimizer_of(workload)
+    return ControlLoop(
+        workload.model, optimizer, workload.loss, data, config=config, epochs=epochs, on_tick=ticks.append
     )
+
+
+def fixed_batch(size: int) -> BatchConfig:
+    """Returns the configuration of a batch that stays at `size`."""
+    return BatchConfig(enabled=False, start=size, minimum=size, maximum=size)
+
+
+def batch_from(start: int) -> BatchConfig:
+    """Returns the configuration of a batch that begins with `start`."""
+    return BatchConfig() if start == BatchConfig().start else BatchConfig().around(start)
 
 
 def repeated(samples: Tensor, number: int) -> Tensor:

@@ -74,7 +74,6 @@ class Stamping(TensorSource):
 class Timed(Task):
     """A small model on noise."""
 
-    name = "timed"
     recipe = Recipe(epochs=40, lr=0.01)
 
     def model(self) -> nn.Module:

@@ -33,11 +33,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Condition
+from queue import Queue
 from typing import Any
 
 import torch
@@ -65,13 +65,14 @@ LARGE_BYTES = 2**28
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A model that is trained with one method on so many GPUs, from `first_gpu` on."""
+    """A model that is trained with one method on so many GPUs."""
 
     model: str
     method: str
     num_gpus: int
     num_steps: int
-    first_gpu: int = 0
+    gpus: tuple[int, ...] = ()
+    """The GPUs of its ranks."""
 
 
 def ddp(workload: Workload, rank: int, num_gpus: int, *, in_bf16: bool) -> Callable[[], Any]:
@@ -101,7 +102,7 @@ def ddp(workload: Workload, rank: int, num_gpus: int, *, in_bf16: bool) -> Calla
 def measure(rank: int, run: Run, folder: str) -> None:
     """Trains on one of the GPUs; rank 0 writes the figures to a file in `folder`."""
     num_gpus, batch_size = run.num_gpus, SIZES[run.model] * run.num_gpus
-    torch.cuda.set_device(run.first_gpu + rank)
+    torch.cuda.set_device(run.gpus[rank])
     use_lean_memory(torch.device("cuda"))
     if num_gpus > 1:
         store = f"file://{folder}/store"
@@ -219,7 +220,8 @@ def main() -> int:
         short = [replace(run, num_steps=STRETCHES) for run in alone if run.method in PREWARMED]
         short += [replace(run, num_gpus=2) for run in short]
         with ThreadPoolExecutor(len(short) or 1) as pool:
-            placed = [replace(run, first_gpu=index % (max_gpus // 2) * 2) for index, run in enumerate(short)]
+            pairs = (index % (max_gpus // 2) * 2 for index in range(len(short)))
+            placed = [replace(run, gpus=(first, first + 1)) for run, first in zip(short, pairs, strict=True)]
             list(pool.map(figures_of, placed))
     link = spawned(measure_link, max_gpus, max_gpus)
     print(
@@ -257,29 +259,26 @@ def print_row(
 
 def figures_on_free_gpus(num_gpus: int, runs: Sequence[Run]) -> dict[Run, dict[str, Any]]:
     """Returns the figures of each run; as many train at once, in this order, as the machine has GPUs for."""
-    is_free, changed = [True] * num_gpus, Condition()
+    free: Queue[int] = Queue()
 
-    def first_of(number: int) -> int | None:
-        return next((first for first in range(num_gpus - number + 1) if all(is_free[first : first + number])), None)
+    def give_back(gpus: Iterable[int]) -> None:
+        for gpu in gpus:
+            free.put(gpu)
 
-    def train(run: Run, first: int) -> dict[str, Any]:
+    def train(run: Run) -> dict[str, Any]:
         try:
-            found = figures_of(replace(run, first_gpu=first))
+            found = figures_of(run)
         finally:
-            with changed:
-                is_free[first : first + run.num_gpus] = [True] * run.num_gpus
-                changed.notify()
+            give_back(run.gpus)
         print(f"{run.model:16} {run.method:13} {run.num_gpus} GPUs {found['rate']:9.0f}/s", flush=True)
         return found
 
+    give_back(range(num_gpus))
     futures: dict[Run, Future[dict[str, Any]]] = {}
     with ThreadPoolExecutor(num_gpus) as pool:
         for run in runs:
-            with changed:
-                while (first := first_of(run.num_gpus)) is None:
-                    changed.wait()
-                is_free[first : first + run.num_gpus] = [False] * run.num_gpus
-            futures[run] = pool.submit(train, run, first)
+            gpus = tuple(free.get() for _ in range(run.num_gpus))  # waits until enough are free
+            futures[run] = pool.submit(train, replace(run, gpus=gpus))
     return {run: future.result() for run, future in futures.items()}
 
 

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from benchmarks.any_model import optimizer_of
-from benchmarks.elastic import repeated
+from benchmarks.elastic import fixed_batch, loop_of, repeated
 from benchmarks.processes import has_gpus, parser_of, print_all, run_apart
 from benchmarks.workloads import WITH_TENSORS, workload_of
-from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, PrecisionConfig, use_lean_memory
+from triaccel_ray import BatchConfig, ControlLoop, use_lean_memory
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.measure.score import BYTES_PER_GB, TIMED_EPOCHS, efficiency_score
 
@@ -68,32 +68,11 @@ def run(name: str, method: str, start: int, num_epochs: int, num_samples: int) -
     ticks: list[Any] = []
     loop: ControlLoop | BaselineLoop
     if method.startswith("amp-"):
-        loop = BaselineLoop(
-            workload.model,
-            optimizer_of(workload),
-            workload.loss,
-            data,
-            method="amp",
-            amp="bf16",
-            batch_size=int(method[4:]),
-        )
+        options: dict[str, Any] = {"method": "amp", "amp": "bf16", "batch_size": int(method[4:])}
+        loop = BaselineLoop(workload.model, optimizer_of(workload), workload.loss, data, **options)
     else:
-        batch = BatchConfig().around(start)
-        if method != "loop":
-            size = int(method.removeprefix("engine-"))
-            batch = BatchConfig(enabled=False, start=size, minimum=size, maximum=size)
-        config = ControlConfig(
-            batch=batch, curvature=CurvatureConfig(enabled=False), precision=PrecisionConfig(enabled=False)
-        )
-        loop = ControlLoop(
-            workload.model,
-            optimizer_of(workload),
-            workload.loss,
-            data,
-            config=config,
-            epochs=num_epochs,
-            on_tick=ticks.append,
-        )
+        batch = BatchConfig().around(start) if method == "loop" else fixed_batch(int(method.removeprefix("engine-")))
+        loop = loop_of(workload, data, batch, ticks, num_epochs)
     seconds = [loop.train_epoch().seconds for _ in range(num_epochs)]
     last = fmean(seconds[-TIMED_EPOCHS:])
     accuracy = loop.evaluate(held_out).metrics["accuracy"]

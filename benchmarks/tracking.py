@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +36,7 @@ MAX_RECORDS_SHARE = 0.01
 """Largest share of the training time that records may take."""
 SHIPPING_INTERVAL_S = 0.2
 """A tenth of the default, so that logs are shipped during every recorded epoch."""
+Device = Literal["auto", "cpu", "cuda"]
 STATES = ("twice off", "answers", "killed", "hangs", "answers 500")
 
 
@@ -52,8 +53,8 @@ class EpochCost:
     """Number of those calls that recorded a tick."""
 
 
-def train(task: str, folder: Path, data_dir: Path | None, device: Literal["auto", "cpu", "cuda"]) -> None:
-    """Trains an epoch for each line of standard input, with records if it is `on`, and prints its cost as JSON."""
+def train(commands: Connection, task: str, folder: Path, device: Device, data_dir: Path | None) -> None:
+    """Trains an epoch for each command, with records if it is `on`, and answers with its cost; None ends it."""
     import torch
 
     from triaccel_ray.records.events import EventLog, Record, Tick
@@ -62,12 +63,12 @@ def train(task: str, folder: Path, data_dir: Path | None, device: Literal["auto"
 
     if device == "cpu":
         torch.set_num_threads(1)
-    spent, num_ticks, recorded = 0.0, 0, True
+    spent, num_ticks, command = 0.0, 0, "on"
     append = EventLog.append
 
     def timed(log: EventLog, record: Record) -> None:
         nonlocal spent, num_ticks
-        if not recorded:
+        if command != "on":
             return
         began = time.perf_counter()
         append(log, record)
@@ -77,36 +78,32 @@ def train(task: str, folder: Path, data_dir: Path | None, device: Literal["auto"
     EventLog.append = timed  # type: ignore[method-assign, assignment]  # timed without a change to the package
     worker = Worker(replace(run_spec(task, data_dir), device=device), folder)
     worker.resume()
-    for line in sys.stdin:
-        recorded = line.strip() == "on"
+    while (command := commands.recv()) is not None:
         spent, num_ticks, began, cpu = 0.0, 0, time.perf_counter(), time.process_time()
         worker.advance()
-        took = EpochCost(time.perf_counter() - began, time.process_time() - cpu, spent, num_ticks)
-        print(json.dumps(asdict(took)), flush=True)
+        commands.send(EpochCost(time.perf_counter() - began, time.process_time() - cpu, spent, num_ticks))
 
 
 class Trainer:
     """The training process, controlled from this one."""
 
-    def __init__(self, task: str, folder: Path, options: Sequence[str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.tracking", "--train", task, str(folder), *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, task: str, folder: Path, device: Device, data_dir: Path | None = None) -> None:
+        processes = get_context("spawn")
+        self._commands, theirs = processes.Pipe()
+        self._process = processes.Process(target=train, args=(theirs, task, folder, device, data_dir))
+        self._process.start()
+        theirs.close()  # so that an answer is not waited for if the process has died
 
     def epoch(self, which: str) -> EpochCost:
         """Trains an epoch with records `on` or `off`, and returns its cost."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{which}\n")
-        self._process.stdin.flush()
-        return EpochCost(**json.loads(self._process.stdout.readline()))
+        self._commands.send(which)
+        cost: EpochCost = self._commands.recv()
+        return cost
 
     def end(self) -> None:
         """Waits for the process to end."""
-        self._process.communicate()
+        self._commands.send(None)
+        self._process.join()
 
 
 @contextlib.contextmanager
@@ -172,14 +169,13 @@ def measure(trainer: Trainer, folder: Path, server: Server, proxy: Proxy, rounds
     return share
 
 
-def tasks_of(given: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
-    """Returns title, task name and options of the training process for each task to train."""
+def tasks_of(given: argparse.Namespace) -> list[tuple[str, str, Device]]:
+    """Returns title, name and device of each task to train."""
     if given.task is not None:
         load_task(given.task, given.data_dir)  # fails early on a wrong name
-        folder = ["--data-dir", str(given.data_dir)] if given.data_dir else []
-        return [(given.task, given.task, ["--device", given.device, *folder])]
+        return [(given.task, given.task, given.device)]
     models = [model for model in (Layers3, Layers60) if model.num_layers in given.models]
-    return [(f"{each.num_layers} layers", f"{each.__module__}:{each.__name__}", ["--device", "cpu"]) for each in models]
+    return [(f"{each.num_layers} layers", f"{each.__module__}:{each.__name__}", "cpu") for each in models]
 
 
 def main() -> int:
@@ -191,11 +187,7 @@ def main() -> int:
     parser.add_argument("--task", help="a task in place of these models: a bundled one, or package.module:Class")
     parser.add_argument("--data-dir", type=Path, help="folder of that task's data files")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where that task is trained")
-    parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.train is not None:
-        train(given.train[0], Path(given.train[1]), given.data_dir, given.device)
-        return 0
     tasks, shares = tasks_of(given), []
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, {given.rounds} epochs a side")
@@ -205,10 +197,10 @@ def main() -> int:
         try:
             server.wait()
             with proxy_to(server.uri) as proxy:
-                for title, task, options in tasks:
+                for title, task, device in tasks:
                     print(title)
                     folder = Path(name) / title.replace(" ", "-")
-                    trainer = Trainer(task, folder / "run", options)
+                    trainer = Trainer(task, folder / "run", device, given.data_dir)
                     shares.append(measure(trainer, folder, server, proxy, given.rounds, given.states))
         finally:
             server.stop()

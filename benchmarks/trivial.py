@@ -15,7 +15,6 @@ from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
 class Trivial(Task):
     """Four Gaussian blobs in eight dimensions, a network of two layers; no FP16, which a CPU emulates slowly."""
 
-    name: ClassVar[str] = "trivial"
     recipe: ClassVar[Recipe] = Recipe(epochs=1, lr=0.05, warmup_epochs=0.0)
     control: ClassVar[ControlConfig] = ControlConfig(
         every_steps=10,
@@ -36,7 +35,6 @@ class Trivial(Task):
 class Layers3(Trivial):
     """Three layers; the control loop with its default interval, without FP16 and the batch rule."""
 
-    name: ClassVar[str] = "layers-3"
     recipe: ClassVar[Recipe] = Recipe(epochs=1000, lr=0.001, warmup_epochs=0.0)
     control: ClassVar[ControlConfig] = ControlConfig(
         precision=PrecisionConfig(tau_low=0.0), batch=BatchConfig(enabled=False, start=32)
@@ -56,7 +54,6 @@ class Layers3(Trivial):
 class Layers60(Layers3):
     """`Layers3` with sixty layers."""
 
-    name: ClassVar[str] = "layers-60"
     num_layers: ClassVar[int] = 60
 
 

@@ -14,7 +14,7 @@ from triaccel_ray.config import BatchConfig, ControlConfig, PrecisionConfig
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.model.metrics import Metric
 from triaccel_ray.trainables.split import SPLIT_SEED
-from triaccel_ray.trainables.task import WITHIN_BUDGET, Purpose, Recipe, SizedTask, Splits, parameter_groups
+from triaccel_ray.trainables.task import WITHIN_BUDGET, Purpose, Recipe, SizeByDevice, Splits, Task, parameter_groups
 
 _FIRST_OMEGA, _OMEGA = 3000.0, 30.0
 """Angular frequencies of the first and of the other layers, as Sitzmann et al. chose them for sound."""
@@ -74,7 +74,7 @@ SIGNAL_TO_NOISE = Metric(values=squared_error, of_mean=lambda noise: -10 * math.
 """Decibels by which a signal of unit power exceeds the error; at most 120."""
 
 
-class AudioSiren(SizedTask):
+class AudioSiren(Task):
     """Time -> amplitude, learned from 80 % of a sound's samples; 10 % each are for validation and test.
 
     The first layer computes sines of angles in the thousands. In BF16 these are off by radians, and nothing is learned;
@@ -82,18 +82,14 @@ class AudioSiren(SizedTask):
     weights on a GPU, 2 s at 16 kHz and 50,000 weights on a CPU.
     """
 
-    name: ClassVar[str] = "audio-siren"
     unread: ClassVar[Collection[str]] = ("data_dir", "momentum", "nesterov", "label_smoothing")
-    _on_gpu: ClassVar[Mapping[str, int]] = {"layers": 5, "width": 1024, "seconds": 7, "rate": 44_100}
-    _on_cpu: ClassVar[Mapping[str, int]] = {"layers": 4, "width": 128, "seconds": 2, "rate": 16_000}
-    # Sizes; None: the default for this machine.
-    layers: ClassVar[int | None] = None
+    layers = SizeByDevice(gpu=5, cpu=4)
     """Hidden layers."""
-    width: ClassVar[int | None] = None
+    width = SizeByDevice(gpu=1024, cpu=128)
     """Units of each."""
-    seconds: ClassVar[int | None] = None
+    seconds = SizeByDevice(gpu=7, cpu=2)
     """Length of the sound."""
-    rate: ClassVar[int | None] = None
+    rate = SizeByDevice(gpu=44_100, cpu=16_000)
     """Samples of the sound per second."""
     recipe: ClassVar[Recipe] = Recipe(epochs=100, lr=1e-4, warmup_epochs=1.0, weight_decay=0.0, amp="bf16")
     control: ClassVar[ControlConfig] = ControlConfig(
@@ -107,14 +103,13 @@ class AudioSiren(SizedTask):
 
     def model(self) -> nn.Module:
         """Returns the network."""
-        return siren(layers=self._size("layers"), width=self._size("width"))
+        return siren(layers=self.layers, width=self.width)
 
     def data(self, purpose: Purpose) -> Splits:
         """Returns times in [-1, 1] and the sound's values there, each float32 [n, 1]."""
-        rate = self._size("rate")
-        num_samples = self._size("seconds") * rate
+        num_samples = self.seconds * self.rate
         times = torch.linspace(-1, 1, num_samples).unsqueeze(1)
-        sound = melody(num_samples, rate).float().unsqueeze(1)
+        sound = melody(num_samples, self.rate).float().unsqueeze(1)
         order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(SPLIT_SEED))
         tenth = num_samples // 10
         test, validation, train = order.split([tenth, tenth, num_samples - 2 * tenth])

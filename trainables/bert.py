@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from triaccel_ray.config import require
 from triaccel_ray.model.metrics import ACCURACY, Metric
-from triaccel_ray.trainables.task import Recipe
-from triaccel_ray.trainables.text import NUM_BYTES, TextGpt
-from triaccel_ray.trainables.text_files import Windows
+from triaccel_ray.trainables.task import Recipe, SizeByDevice
+from triaccel_ray.trainables.text import NUM_BYTES, TextGpt, Windows
 
 
 class LexicalClass(IntEnum):
@@ -123,11 +122,12 @@ class TextBert(TextGpt):
     Files that are not Python in ASCII are left out. The metric is the percentage of bytes whose class is right.
     """
 
-    name: ClassVar[str] = "text-bert"
     pattern: ClassVar[str] = "*.py"
-    _on_gpu: ClassVar[Mapping[str, int]] = {
-        "layers": 12, "width": 768, "heads": 12, "context": 128, "most_windows": 1 << 16,
-    }  # fmt: skip
+    layers = SizeByDevice(gpu=12, cpu=2)
+    width = SizeByDevice(gpu=768, cpu=64)
+    heads = SizeByDevice(gpu=12, cpu=4)
+    context = SizeByDevice(gpu=128, cpu=64)
+    most_windows = SizeByDevice(gpu=1 << 16, cpu=1 << 11)
     recipe: ClassVar[Recipe] = Recipe(epochs=2, lr=1e-4, warmup_epochs=0.2, weight_decay=0.01, amp="bf16")
     metrics: ClassVar[Mapping[str, Metric]] = {"accuracy": ACCURACY}
     objective: ClassVar[str] = "accuracy"
@@ -146,7 +146,7 @@ class TextBert(TextGpt):
         Raises:
             ValueError: no file is Python in ASCII.
         """
-        text, classes, context = bytearray(), bytearray(), self._size("context")
+        text, classes, context = bytearray(), bytearray(), self.context
         for path in paths:
             code = path.read_bytes() + b"\n"
             if (found := lexical_classes(code)) is not None:

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.config import BatchConfig, ControlConfig, ExecutionConfig
 from triaccel_ray.search_spaces.tuned import tuned_thresholds
-from triaccel_ray.trainables.cifar_download import find_or_download
-from triaccel_ray.trainables.cifar_files import cifar_set
+from triaccel_ray.trainables.cifar_files import read_cifar
 from triaccel_ray.trainables.images import ImageSource, Preparation
 from triaccel_ray.trainables.models import Stem, efficientnet_b0, resnet18
 from triaccel_ray.trainables.split import SPLIT_SEED, stratified_split
@@ -39,12 +38,11 @@ class CifarTask(Task):
     """Whether the test averages the model's outputs for each image and its mirror image."""
 
     def data(self, purpose: Purpose) -> Splits:
-        """Returns the samples for `purpose`; SEARCH does not read the file with test images, which need not exist."""
+        """Returns the samples for `purpose`; SEARCH does not read test images."""
         is_final = purpose is Purpose.FINAL
-        folder = find_or_download(cifar_set(self.num_classes), self.data_dir, with_test=is_final)
-        images, labels = folder.read_train()
+        (images, labels), *test = read_cifar(self.num_classes, self.data_dir, with_test=is_final)
         if is_final:
-            return self._splits((images, labels), folder.read_test(), mirror_views=self.mirror_views)
+            return self._splits((images, labels), *test, mirror_views=self.mirror_views)
         train, validation = stratified_split(labels, _NUM_VALIDATION, SPLIT_SEED)
         return self._splits((images[train], labels[train]), (images[validation], labels[validation]))
 
@@ -62,7 +60,6 @@ class CifarTask(Task):
 class Cifar10ResNet18(CifarTask):
     """ResNet-18 with the 3 x 3 stem that suits small images."""
 
-    name: ClassVar[str] = "cifar10-resnet18"
     stem: ClassVar[Stem] = "cifar"
     mirror_views: ClassVar[bool] = True
     # Chosen for CIFAR-10 and 20 epochs; docs/benchmarks.md lists the alternatives tried.
@@ -92,7 +89,6 @@ class Cifar10ResNet18(CifarTask):
 class Cifar10ResNet18Long(Cifar10ResNet18):
     """The same network trained five times as long, in batches of 512 that only a lack of memory makes smaller."""
 
-    name: ClassVar[str] = "cifar10-resnet18-long"
     cutout: ClassVar[int] = 12
     recipe: ClassVar[Recipe] = replace(
         Cifar10ResNet18.recipe, epochs=100, warmup_epochs=15.0, weight_decay=5e-4, norm_bias_lr_factor=4.0
@@ -105,7 +101,6 @@ class Cifar10ResNet18Long(Cifar10ResNet18):
 class Cifar100ResNet18(Cifar10ResNet18):
     """The same on CIFAR-100."""
 
-    name: ClassVar[str] = "cifar100-resnet18"
     num_classes: ClassVar[Literal[10, 100]] = 100
     # A batch that grows at once costs half a point, and one that waits for the noise scale saves no time:
     # docs/results.md. So it does not grow. --batch-max also sets the sizes of --fixed and tune-batch.
@@ -117,14 +112,12 @@ class Cifar100ResNet18(Cifar10ResNet18):
 class Cifar10ResNet18ImagenetStem(Cifar10ResNet18):
     """ResNet-18 as torchvision builds it for ImageNet, which matches the paper's memory figures."""
 
-    name: ClassVar[str] = "cifar10-resnet18-imagenet-stem"
     stem: ClassVar[Stem] = "imagenet"
 
 
 class Cifar100ResNet18ImagenetStem(Cifar10ResNet18ImagenetStem):
     """The same on CIFAR-100."""
 
-    name: ClassVar[str] = "cifar100-resnet18-imagenet-stem"
     num_classes: ClassVar[Literal[10, 100]] = 100
     control: ClassVar[ControlConfig] = Cifar100ResNet18.control
 
@@ -132,7 +125,6 @@ class Cifar100ResNet18ImagenetStem(Cifar10ResNet18ImagenetStem):
 class Cifar10EfficientNetB0(CifarTask):
     """EfficientNet-B0 on images resized to 224 x 224, the size it was designed for."""
 
-    name: ClassVar[str] = "cifar10-efficientnet-b0"
     input_size: ClassVar[int | None] = 224
     # BF16, because under FP16 autocast the loss was not finite in some step of the first epoch.
     recipe: ClassVar[Recipe] = Recipe(
@@ -153,5 +145,4 @@ class Cifar10EfficientNetB0(CifarTask):
 class Cifar100EfficientNetB0(Cifar10EfficientNetB0):
     """The same on CIFAR-100."""
 
-    name: ClassVar[str] = "cifar100-efficientnet-b0"
     num_classes: ClassVar[Literal[10, 100]] = 100

@@ -1,174 +1,182 @@
-"""The published files of CIFAR-10 and CIFAR-100: their names, where they are on this machine, and how to read them."""
+"""Finds, downloads and reads CIFAR-10 and CIFAR-100: torchvision's files, or those of the binary version."""
 
 from __future__ import annotations
 
 import hashlib
-import pickle
+import http.client
+import logging
+import os
+import shutil
+import urllib.request
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 HOMEPAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
+_BINARY = {10: ("cifar-10-batches-bin", 1), 100: ("cifar-100-binary", 2)}
+"""Number of classes -> folder of the binary version, and label bytes of a record, of which the last is the class."""
 _NUM_TRAIN, _NUM_TEST = 50_000, 10_000
 _IMAGE_SHAPE = (3, 32, 32)
-_IMAGE_BYTES = 3 * 32 * 32
+_TIMEOUT_SECONDS = 10.0
+"""Time without data from the server after which a download is aborted."""
+_OWN_PREFIX = ".triaccel-"
+"""Prefix of the lock and the staging folder; a data folder with only these counts as empty."""
+
+_logger = logging.getLogger(__name__)
+
+Samples = tuple[Tensor, Tensor]
+"""Images, uint8 [n, 3, 32, 32], and their classes, int64 [n]."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """One of the two versions in which the files are published."""
+def read_cifar(num_classes: Literal[10, 100], data_dir: Path | None, *, with_test: bool) -> list[Samples]:
+    """Returns the training samples, and the test samples if asked.
 
-    folder: str
-    """Name of the folder in the published archive."""
-    train: tuple[str, ...]
-    """Files with training images, in order."""
-    test: str
-    """File with test images."""
-    md5: Mapping[str, str] = field(default_factory=dict)
-    """Published checksum of every file; empty for the binary version, where none are published."""
+    They are in the folder of one version below `data_dir`, or in `data_dir` itself. torchvision's version is
+    downloaded if no `data_dir` is given or the given one is empty.
 
-
-@dataclass(frozen=True, kw_only=True)
-class CifarSet:
-    """One of the two data sets."""
-
-    title: str
-    """Name as its authors write it."""
-    num_classes: int
-    label_bytes: int
-    """Label bytes in front of every record of the binary version; the last of them is the class."""
-    label_key: str
-    """Key of the classes in the Python version."""
-    python: Layout
-    binary: Layout
-    url: str
-    """Archive of the Python version."""
-    url_md5: str
-    """Its checksum."""
+    Raises:
+        FileNotFoundError: files are missing, or not the published ones; the message names them and their source.
+        ValueError: a file of the binary version is damaged.
+    """
+    files = _CifarFiles(num_classes, _cache() if data_dir is None else data_dir.expanduser(), with_test)
+    reason = ""
+    if data_dir is not None and not files.root.is_dir():
+        reason = f"{files.root} is not an existing folder"
+    elif data_dir is not None and any(not entry.name.startswith(_OWN_PREFIX) for entry in files.root.iterdir()):
+        reason = f"{files.root} is not empty, so nothing was downloaded into it"
+    found = files.read()  # after the look at the folder: another process may just have filled it
+    if found is None and not reason:
+        try:
+            found = files.download()
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = f"downloading {files.kind.url} failed: {type(error).__name__}: {error}"
+    if found is None:
+        raise FileNotFoundError(files.explanation(reason))
+    return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class CifarFolder:
-    """A folder that may hold the files of one layout."""
+def _cache() -> Path:
+    """Returns the per-user cache, `$XDG_CACHE_HOME/triaccel/data` or `~/.cache/triaccel/data`."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG base directory specification: a relative path there is invalid and ignored.
+    return (cache if cache.is_absolute() else Path.home() / ".cache") / "triaccel" / "data"
 
-    cifar: CifarSet
-    layout: Layout
-    path: Path
 
-    def needed(self, with_test: bool) -> tuple[str, ...]:
-        """Returns the names of the files that hold the training images, and the test images if asked."""
-        return (*self.layout.train, self.layout.test) if with_test else self.layout.train
+@dataclass(frozen=True)
+class _CifarFiles:
+    """Where the files of a data set may lie, in either version."""
 
-    def missing(self, with_test: bool) -> tuple[str, ...]:
-        """Returns the names of needed files that are not there."""
-        return tuple(name for name in self.needed(with_test) if not (self.path / name).is_file())
+    num_classes: Literal[10, 100]
+    root: Path
+    with_test: bool
 
-    def read_train(self) -> tuple[Tensor, Tensor]:
-        """Returns the training images, uint8 [50000, 3, 32, 32], and their classes, int64 [50000].
+    @property
+    def kind(self) -> Any:
+        """Torchvision's class, which has the names of the files, their checksums and their address."""
+        from torchvision import datasets  # here: it takes seconds, and other tasks do not need it
+
+        return {10: datasets.CIFAR10, 100: datasets.CIFAR100}[self.num_classes]
+
+    def _places(self) -> Iterator[tuple[Path, bool, list[str]]]:
+        """Yields where files may lie, whether those of the binary version, and the names of missing or damaged ones."""
+        from torchvision.datasets.utils import check_integrity
+
+        kind = self.kind
+        pickles = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
+        binary = [(f"{name}.bin", None) for name, _ in kind.train_list + kind.test_list * self.with_test]
+        for folder, files in ((kind.base_folder, pickles), (_BINARY[self.num_classes][0], binary)):
+            for place in [self.root] if self.root.name == folder else [self.root / folder, self.root]:
+                yield place, files is binary, [name for name, md5 in files if not check_integrity(place / name, md5)]
+
+    def read(self) -> list[Samples] | None:
+        """Returns the samples in the first place that has all files; None if there is none."""
+        for place, is_binary, missing in self._places():
+            if not missing:
+                return self._read_binary(place) if is_binary else self._read_torchvisions(place)
+        return None
+
+    def _read_torchvisions(self, place: Path) -> list[Samples]:
+        data_set = type(self.kind.__name__, (self.kind,), {"base_folder": place.name})
+        with warnings.catch_warnings():
+            # numpy 2.4.0 to 2.4.4 object to how Python 2 wrote dtypes into these files
+            warnings.simplefilter("ignore", np.exceptions.VisibleDeprecationWarning)
+            parts = [data_set(place.parent, train=is_train) for is_train in (True, False)[: 1 + self.with_test]]
+        images = (torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous() for part in parts)
+        return [(each, torch.tensor(part.targets)) for each, part in zip(images, parts, strict=True)]
+
+    def _read_binary(self, place: Path) -> list[Samples]:
+        names = [f"{name}.bin" for name, _ in self.kind.train_list]
+        parts = [_read_records(place / name, self.num_classes, _NUM_TRAIN // len(names)) for name in names]
+        images, labels = (torch.cat(each) for each in zip(*parts, strict=True))
+        tests = [f"{name}.bin" for name, _ in self.kind.test_list * self.with_test]
+        return [(images, labels), *(_read_records(place / name, self.num_classes, _NUM_TEST) for name in tests)]
+
+    def download(self) -> list[Samples] | None:
+        """Returns the samples; downloads them once, even if several processes call this at the same time.
 
         Raises:
-            ValueError: a file is not the published one.
+            OSError: no connection, no space, no permission.
+            ValueError: the archive is not the published one.
         """
-        return self._read(self.layout.train, _NUM_TRAIN)
+        from torchvision.datasets.utils import extract_archive
 
-    def read_test(self) -> tuple[Tensor, Tensor]:
-        """Returns the test images, uint8 [10000, 3, 32, 32], and their classes, int64 [10000].
+        kind, root = self.kind, self.root
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(root / f"{_OWN_PREFIX}download.lock"):
+            if found := self.read():
+                return found
+            _logger.warning("%s is not in %s: downloading %s", self, root, kind.url)
+            with TemporaryDirectory(prefix=_OWN_PREFIX, dir=root) as staging:
+                archive = Path(staging) / kind.filename
+                with urllib.request.urlopen(kind.url, timeout=_TIMEOUT_SECONDS) as response, archive.open("wb") as file:
+                    shutil.copyfileobj(response, file)
+                with archive.open("rb") as file:
+                    md5 = hashlib.file_digest(file, "md5").hexdigest()
+                if md5 != kind.tgz_md5:
+                    raise ValueError(f"the archive received has the md5 checksum {md5}: must have {kind.tgz_md5}")
+                extract_archive(str(archive), staging)
+                shutil.rmtree(root / kind.base_folder, ignore_errors=True)  # an incomplete one in the cache
+                (Path(staging) / kind.base_folder).rename(root / kind.base_folder)
+        return self.read()
 
-        Raises:
-            ValueError: a file is not the published one.
-        """
-        return self._read((self.layout.test,), _NUM_TEST)
+    def __str__(self) -> str:
+        return f"CIFAR-{self.num_classes}"
 
-    def _read(self, names: tuple[str, ...], num_samples: int) -> tuple[Tensor, Tensor]:
-        parts = []
-        for name in names:
-            if self.layout.md5:
-                parts.append(_read_python(self.path / name, self.layout.md5[name], self.cifar.label_key))
-            else:
-                parts.append(_read_binary(self.path / name, num_samples // len(names), self.cifar))
-        images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        return torch.from_numpy(images), torch.from_numpy(labels)
-
-
-def cifar_set(num_classes: Literal[10, 100]) -> CifarSet:
-    """Returns the description of CIFAR-10 or CIFAR-100; file names, address and checksums are torchvision's."""
-    from torchvision.datasets import CIFAR10, CIFAR100  # here: it takes seconds, and other tasks do not need it
-
-    official: Any = {10: CIFAR10, 100: CIFAR100}[num_classes]
-    train, test = tuple(name for name, _ in official.train_list), official.test_list[0][0]
-    return CifarSet(
-        title=f"CIFAR-{num_classes}",
-        num_classes=num_classes,
-        label_bytes={10: 1, 100: 2}[num_classes],
-        label_key={10: "labels", 100: "fine_labels"}[num_classes],
-        python=Layout(
-            folder=official.base_folder, train=train, test=test, md5=dict(official.train_list + official.test_list)
-        ),
-        binary=Layout(
-            folder={10: "cifar-10-batches-bin", 100: "cifar-100-binary"}[num_classes],
-            train=tuple(f"{name}.bin" for name in train),
-            test=f"{test}.bin",
-        ),
-        url=official.url,
-        url_md5=official.tgz_md5,
-    )
-
-
-def candidate_folders(cifar: CifarSet, data_dir: Path) -> tuple[CifarFolder, ...]:
-    """Returns where the files may lie: in the published folders under `data_dir`, or in `data_dir` itself."""
-    return tuple(
-        CifarFolder(cifar=cifar, layout=layout, path=path)
-        for layout in (cifar.python, cifar.binary)
-        for path in ([data_dir] if data_dir.name == layout.folder else [data_dir / layout.folder, data_dir])
-    )
-
-
-def find_complete(cifar: CifarSet, data_dir: Path, *, with_test: bool) -> CifarFolder | None:
-    """Returns the first place that has every needed file, or None; opens none of them."""
-    return next((place for place in candidate_folders(cifar, data_dir) if not place.missing(with_test)), None)
-
-
-def _read_binary(path: Path, num_records: int, cifar: CifarSet) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Returns images and classes of records made of label bytes and one byte per pixel, red, green, blue planes."""
-    record_bytes = cifar.label_bytes + _IMAGE_BYTES
-    found, expected = path.stat().st_size, num_records * record_bytes
-    if found != expected:
-        raise ValueError(
-            f"{path} has {found} bytes: must have {expected}, {num_records} records of {record_bytes}; get the binary "
-            f"version of {cifar.title} again from {HOMEPAGE}"
+    def explanation(self, reason: str) -> str:
+        """Returns the message about files that were not found because of `reason`."""
+        places = [f"  {place}: {', '.join(missing)}" for place, _, missing in self._places()]
+        return "\n".join(
+            [
+                f"{self}: no complete set of files, and {reason}. Missing or damaged in each place:",
+                *places,
+                f"Get them from {HOMEPAGE} (Python or binary version), unpack them, and name the folder: --data-dir",
+            ]
         )
-    records = np.fromfile(path, dtype=np.uint8).reshape(num_records, record_bytes)
-    labels = records[:, cifar.label_bytes - 1].astype(np.int64)
-    if labels.max() >= cifar.num_classes:
+
+
+def _read_records(path: Path, num_classes: int, num_records: int) -> Samples:
+    """Returns images and classes of records made of label bytes and one byte per pixel, red, green, blue planes."""
+    num_label_bytes = _BINARY[num_classes][1]
+    record_bytes = num_label_bytes + int(np.prod(_IMAGE_SHAPE))
+    if (found := path.stat().st_size) != num_records * record_bytes:
         raise ValueError(
-            f"{path} holds class {labels.max()}: classes of {cifar.title} must lie in [0, {cifar.num_classes - 1}]; "
+            f"{path} has {found} bytes: must have {num_records * record_bytes}, {num_records} records of "
+            f"{record_bytes}; get the binary version of CIFAR-{num_classes} again from {HOMEPAGE}"
+        )
+    records = torch.from_numpy(np.fromfile(path, dtype=np.uint8).reshape(num_records, record_bytes))
+    labels = records[:, num_label_bytes - 1].long()
+    if labels.max() >= num_classes:
+        raise ValueError(
+            f"{path} holds class {labels.max()}: classes of CIFAR-{num_classes} must lie in [0, {num_classes - 1}]; "
             f"get its binary version again from {HOMEPAGE}"
         )
-    return records[:, cifar.label_bytes :].reshape(-1, *_IMAGE_SHAPE), labels
-
-
-def _read_python(path: Path, md5: str, label_key: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Returns images and classes of a pickled dictionary, which is opened only if it is the published one.
-
-    Unpickling can run any code in the file, so it takes exactly the bytes that were checked.
-    """
-    content = path.read_bytes()
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if found != md5:
-        raise ValueError(
-            f"{path} has the md5 checksum {found}: the published file has {md5}; not opened, because opening a pickle "
-            f"runs what is in it; get the Python version again from {HOMEPAGE}"
-        )
-    with warnings.catch_warnings():
-        # numpy 2.4.0 to 2.4.4 object to how Python 2 wrote dtypes into these files
-        warnings.simplefilter("ignore", np.exceptions.VisibleDeprecationWarning)
-        entry = pickle.loads(content, encoding="latin1")
-    return entry["data"].reshape(-1, *_IMAGE_SHAPE), np.asarray(entry[label_key], dtype=np.int64)
+    return records[:, num_label_bytes:].reshape(-1, *_IMAGE_SHAPE), labels

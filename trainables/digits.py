@@ -27,7 +27,6 @@ class Digits(Task):
     A sample takes 0.46 million multiply-adds: few, because CPUs only emulate FP16.
     """
 
-    name: ClassVar[str] = "digits"
     unread: ClassVar[Collection[str]] = ("data_dir",)
     recipe: ClassVar[Recipe] = Recipe(epochs=12, lr=0.1, warmup_epochs=2.0, nesterov=True)
     # Found on a CPU, where a step in FP16 takes ten times as long as one in FP32: BF16 in every layer. A layer's

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from triaccel_ray.config import check_fields, knob
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.kernels.image_batch import image_batch
+
+_PADDING = 4
+"""Pixels by which a random crop may move each way, with reflection padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +30,10 @@ class Preparation:
     augment: bool = False
     """Whether training batches are cropped at random, and images mirrored in every other epoch: "alternating flip"
     (Jordan 2024). Even epochs mirror the same images for all seeds."""
-    padding: int = knob(4, "[0, inf)")
-    """Pixels by which a random crop may move each way, with reflection padding."""
     mirror_views: bool = False
     """Whether evaluation averages the model's outputs for each image and its mirror image."""
-    cutout: int = knob(0, "[0, inf)")
+    cutout: int = 0
     """Edge in pixels of the square that is cut out of every augmented image; 0: none."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 class ImageSource(TensorSource):
@@ -73,7 +70,7 @@ class ImageSource(TensorSource):
             key = torch.randint(2**63 - 1, (), generator=generator, device=device)
         images = image_batch(
             self.inputs, indices, self._scale, self._shift, key=key, epoch=self._epoch,
-            padding=preparation.padding, reflect=True, cutout=preparation.cutout,
+            padding=_PADDING, reflect=True, cutout=preparation.cutout,
         )  # fmt: skip
         if preparation.size is not None:
             images = F.interpolate(images, size=preparation.size, mode="bilinear", align_corners=False)

@@ -159,8 +159,6 @@ def _import_class(name: str) -> type[Task]:
     if inspect.isabstract(found):
         absent = ", ".join(sorted(found.__abstractmethods__))
         raise ValueError(f"task = {name!r}: {class_name} must define the method(s) {absent}")
-    if not found.name or not isinstance(found.name, str):
-        raise ValueError(f"task = {name!r}: {class_name} must set the attribute name to a text, e.g. name = 'my-task'")
     return found
 
 

@@ -98,12 +98,9 @@ WITHIN_BUDGET: Mapping[str, Any] = {"weights": "auto", "step_in_backward": "auto
 class Task(ABC):
     """An experiment. Subclass it, and `triaccel run package.module:MyTask` trains it.
 
-    A subclass sets `name` and defines `model` and `data`. It may override `recipe`, `control`, `metrics` and
-    `objective`.
+    A subclass defines `model` and `data`. It may override `recipe`, `control`, `metrics` and `objective`.
     """
 
-    name: ClassVar[str] = ""
-    """Name of the task, e.g. `cifar10-resnet18`."""
     recipe: ClassVar[Recipe] = Recipe()
     """Defaults that the command line can override."""
     control: ClassVar[ControlConfig] = ControlConfig()
@@ -168,21 +165,17 @@ class Task(ABC):
         )
 
 
-class SizedTask(Task):
-    """A task whose model and data are smaller on a CPU than on a GPU; a subclass may set each size by its name."""
+@dataclass(frozen=True, kw_only=True)
+class SizeByDevice:
+    """A class attribute that is one number where PyTorch sees a GPU, another elsewhere; a subclass may set an int."""
 
-    _on_gpu: ClassVar[Mapping[str, int]]
-    """Name of each size -> its default on a GPU."""
-    _on_cpu: ClassVar[Mapping[str, int]]
+    gpu: int
+    cpu: int
 
-    def _size(self, name: str) -> int:
-        """Returns one size: the class's own, or the default for this machine."""
+    def __get__(self, instance: Task | None, owner: type[Task]) -> int:
         import torch
 
-        own: int | None = getattr(self, name)
-        if own is not None:
-            return own
-        return (self._on_gpu if torch.cuda.is_available() else self._on_cpu)[name]
+        return self.gpu if torch.cuda.is_available() else self.cpu
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:

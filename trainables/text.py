@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import sysconfig
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,11 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, require
+from triaccel_ray.data.sources import DataSource
 from triaccel_ray.model.metrics import BITS_PER_BYTE, PERPLEXITY, Metric
-from triaccel_ray.trainables.task import WITHIN_BUDGET, Purpose, Recipe, SizedTask, Splits, parameter_groups
-from triaccel_ray.trainables.text_files import Windows, read_bytes, split_by_file, text_files
+from triaccel_ray.trainables.task import WITHIN_BUDGET, Purpose, Recipe, SizeByDevice, Splits, Task, parameter_groups
 
 NUM_BYTES = 256
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+"""Folders of the standard library that hold other packages, or its tests, which not every installation has."""
+_SHARE_HELD_OUT = 0.1
+"""Share of the bytes for validation, and as much for testing."""
+PARTS = ("test", "validation", "train")
 
 
 class Block(nn.Module):
@@ -76,7 +84,97 @@ class GPT(nn.Module):
         return logits
 
 
-class TextGpt(SizedTask):
+def text_files(folder: Path | None, pattern: str = "*") -> dict[str, Path]:
+    """Returns the files below `folder` by their sorted relative paths, without hidden and empty files.
+
+    Only those whose names match `pattern`. If `folder` is None, these are the modules of the standard library.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or it holds fewer than three files, one for each part.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder.expanduser()
+    if not root.is_dir():
+        raise FileNotFoundError(f"{root} is no folder: name one that holds text")
+    found = {}
+    for path in sorted(root.rglob("*.py" if folder is None else pattern)):
+        parts = path.relative_to(root).parts
+        is_hidden = any(part.startswith(".") for part in parts)
+        is_wanted = _SKIPPED_FOLDERS.isdisjoint(parts) if folder is None else not is_hidden
+        if is_wanted and path.is_file() and path.stat().st_size:
+            found["/".join(parts)] = path
+    if len(found) < len(PARTS):
+        raise FileNotFoundError(
+            f"{root} holds {len(found)} files with text{'' if pattern == '*' else f', named {pattern}'}: must hold at "
+            f"least {len(PARTS)}, for training, validation and testing, each file in one of them; cut a large one "
+            "(`split -n l/20 FILE`), or name another --data-dir"
+        )
+    return found
+
+
+def split_by_file(sizes: Mapping[str, int]) -> dict[str, list[str]]:
+    """Splits files, given by name and size in bytes, into parts; returns the file names of each part.
+
+    Files are sorted by a hash of their names. The first that make up a tenth of the bytes are for testing, the next
+    tenth is for validation. Each part has at least one file.
+    """
+    order = sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest())
+    wanted = _SHARE_HELD_OUT * sum(sizes.values())
+    split = {}
+    for num_after, part in ((2, "test"), (1, "validation")):
+        count, taken = 1, sizes[order[0]]
+        while taken < wanted and count < len(order) - num_after:
+            taken += sizes[order[count]]
+            count += 1
+        split[part], order = order[:count], order[count:]
+    return {**split, "train": order}
+
+
+def read_bytes(paths: Sequence[Path]) -> Tensor:
+    """Returns the concatenated bytes of the files, each followed by a zero byte: uint8 [n]."""
+    return torch.frombuffer(bytearray(b"".join(path.read_bytes() + b"\0" for path in paths)), dtype=torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class Windows(DataSource):
+    """Windows of `context` + 1 bytes: inputs are the first `context` of each, targets the last, int64 [b, context].
+
+    These are all consecutive windows or, if there are more than `most`, that many spread evenly over the text.
+    """
+
+    text: Tensor
+    """uint8 [n]"""
+    context: int
+    most: int
+
+    def __post_init__(self) -> None:
+        rule = f"must hold at least {self.context + 1} bytes, one window; give more text or a smaller context"
+        require(len(self.text) > self.context, "text (bytes)", len(self.text), rule)
+
+    def __len__(self) -> int:
+        """Returns the number of windows."""
+        return min((len(self.text) - 1) // self.context, self.most)
+
+    @property
+    def is_resident(self) -> bool:
+        """True: `batch` works on the device alone."""
+        return True
+
+    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """Returns the windows at `indices`; there is no augmentation."""
+        windows = self.text[self.positions(indices)].long()
+        return windows[:, :-1], windows[:, 1:]
+
+    def positions(self, indices: Tensor) -> Tensor:
+        """Returns where the bytes of the windows at `indices` lie in the text: int64 [b, context + 1]."""
+        device, stride = self.text.device, (len(self.text) - 1) // len(self)
+        return indices.to(device)[:, None] * stride + torch.arange(self.context + 1, device=device)
+
+    def to(self, device: torch.device) -> Windows:
+        """Returns the same windows of bytes on `device`."""
+        return Windows(self.text.to(device), self.context, self.most)
+
+
+class TextGpt(Task):
     """A byte-level GPT on text, split by file into 80 % training, 10 % validation and 10 % test text.
 
     The text is the modules of the installed Python's standard library, or the files below `--data-dir`. The library
@@ -84,25 +182,17 @@ class TextGpt(SizedTask):
     10.8 million weights and all of the text on a GPU, 0.1 million and 2,048 windows of 64 bytes on a CPU.
     """
 
-    name: ClassVar[str] = "text-gpt"
     pattern: ClassVar[str] = "*"
     """The names of files below `--data-dir` that are text."""
-    _on_gpu: ClassVar[Mapping[str, int]] = {
-        "layers": 6, "width": 384, "heads": 6, "context": 256, "most_windows": 1 << 20,
-    }  # fmt: skip
-    _on_cpu: ClassVar[Mapping[str, int]] = {
-        "layers": 2, "width": 64, "heads": 4, "context": 64, "most_windows": 1 << 11,
-    }  # fmt: skip
-    # Sizes; None: the default for this machine.
-    layers: ClassVar[int | None] = None
+    layers = SizeByDevice(gpu=6, cpu=2)
     """Number of transformer blocks."""
-    width: ClassVar[int | None] = None
+    width = SizeByDevice(gpu=384, cpu=64)
     """Features at every position."""
-    heads: ClassVar[int | None] = None
+    heads = SizeByDevice(gpu=6, cpu=4)
     """Attention heads; must divide `width`."""
-    context: ClassVar[int | None] = None
+    context = SizeByDevice(gpu=256, cpu=64)
     """Context length, bytes."""
-    most_windows: ClassVar[int | None] = None
+    most_windows = SizeByDevice(gpu=1 << 20, cpu=1 << 11)
     """Maximum of training windows of `context` bytes in an epoch, spread over the text; an eighth of it to evaluate."""
     recipe: ClassVar[Recipe] = Recipe(epochs=5, lr=2e-3, warmup_epochs=0.5, weight_decay=0.1, amp="bf16")
     control: ClassVar[ControlConfig] = ControlConfig(
@@ -116,7 +206,7 @@ class TextGpt(SizedTask):
     unread: ClassVar[Collection[str]] = ("momentum", "nesterov")
 
     def _shape(self) -> dict[str, int]:
-        return {name: self._size(name) for name in ("layers", "width", "heads", "context")}
+        return {name: getattr(self, name) for name in ("layers", "width", "heads", "context")}
 
     def model(self) -> nn.Module:
         """Returns the network."""
@@ -130,7 +220,7 @@ class TextGpt(SizedTask):
         """
         files = text_files(self.data_dir, self.pattern)
         split = split_by_file({name: path.stat().st_size for name, path in files.items()})
-        most = self._size("most_windows")
+        most = self.most_windows
         train, held_out = split["train"], split["validation"]
         if purpose is Purpose.FINAL:
             train, held_out = train + held_out, split["test"]
@@ -141,7 +231,7 @@ class TextGpt(SizedTask):
 
     def samples(self, paths: Sequence[Path], most: int) -> Windows:
         """Returns the windows of the files at `paths`, at most `most`."""
-        return Windows(read_bytes(paths), self._size("context"), most)
+        return Windows(read_bytes(paths), self.context, most)
 
     def loss(self, outputs: Any, targets: Tensor, recipe: Recipe) -> Tensor:
         """Returns the mean cross-entropy per byte, in nats: outputs [b, t, 256], targets [b, t]."""

@@ -35,7 +35,7 @@ def test_a_gap_beyond_the_limit_and_lost_trials_are_faults(tmp_path: Path) -> No
 
 
 def test_epochs_are_recorded_where_that_is_asked_for(tmp_path: Path) -> None:
-    trainer = Trainer("benchmarks.trivial:Layers3", tmp_path, ["--device", "cpu"])
+    trainer = Trainer("benchmarks.trivial:Layers3", tmp_path, "cpu")
     off, on = trainer.epoch("off"), trainer.epoch("on")
     trainer.end()
     assert off.records == 0.0 < on.records < on.wall

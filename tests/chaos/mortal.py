@@ -56,8 +56,6 @@ class Dying(Noting):
 
 
 class Mortal(Several):
-    name = "mortal"
-
     def data(self, purpose: Purpose) -> Splits:
         assert self.data_dir is not None
         train = Dying(*blobs(NUM_SAMPLES))

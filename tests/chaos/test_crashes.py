@@ -37,7 +37,6 @@ HERE = Path(__file__).parent
 class Held(Blobs):
     # Each process waits at a tick after the run's first epoch, as long as there is a file `hold`; its number lies in
     # `held`.
-    name = "held"
 
     def loss(self, outputs, targets, recipe):
         _, epoch, second = recorded_here().partition(b'"kind":"epoch"')

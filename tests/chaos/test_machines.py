@@ -49,7 +49,6 @@ def note(what):
 
 class Held(Task):
     # Trials wait at the end of their second epoch until the test lets them go on.
-    name = "held"
     is_noted, judged = False, 0
 
     def model(self):

@@ -44,18 +44,12 @@ def test_only_what_was_searched_is_replaced() -> None:
     assert replace(kept, every_steps=9).onto(before) == replace(after, every_steps=9)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"precision": {"tau_lo": 1e-8}}, "tau_lo"), ({"color": "red"}, r"\['color'\]: must be only the fields")],
-)
-def test_a_file_with_wrong_keys_is_named(
-    changes: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_with_wrong_keys_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = json.loads(files("triaccel_ray.search_spaces").joinpath("results", "digits.json").read_text())
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "digits.json").write_text(json.dumps({**kept, **changes}))
+    (tmp_path / "results" / "digits.json").write_text(json.dumps({**kept, "color": "red"}))
     monkeypatch.setattr("triaccel_ray.search_spaces.tuned.files", lambda package: tmp_path)
-    with pytest.raises(ValueError, match=rf"digits.json is no result of a search \(.*{message}.*copy found.json"):
+    with pytest.raises(ValueError, match=r"results/digits.json .*\['color'\]: must be only the fields"):
         tuned_thresholds("digits")
     with pytest.raises(FileNotFoundError):
         tuned_thresholds("no-such-task")

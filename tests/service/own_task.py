@@ -44,7 +44,6 @@ class Watched(TensorSource):
 
 
 class Blobs(Task):
-    name = "blobs"
     recipe = RECIPE
     control = CONTROL
 
@@ -69,7 +68,6 @@ class TwoViews(Blobs):
 
 class Pictures(Task):
     # convolutions, normalization, dropout, augmentation: what depends on state and chance
-    name = "pictures"
     recipe = RECIPE
 
     def model(self):

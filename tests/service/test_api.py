@@ -21,8 +21,7 @@ from tests.service.terminal import typed
 from tests.service.waiting import wait_until
 from triaccel_ray import Report, RunFailedError, compare, run, search, tune_batch
 from triaccel_ray.service.cli.arguments import Run, Search
-from triaccel_ray.service.cli.keywords import command_of
-from triaccel_ray.service.cli.parsing import parse
+from triaccel_ray.service.cli.parsing import command_of, parse
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.storage.layout import EVENTS

@@ -135,7 +135,7 @@ def test_a_name_and_a_folder_that_will_not_do_are_refused(monkeypatch: pytest.Mo
 def test_data_and_results_stay_behind(here: Path) -> None:
     job, notes = submission(shlex.split("run text-gpt --storage-path results --data-dir 'my data'"), name=None)
     excludes = job["runtime_env"]["excludes"]
-    assert {".git", ".venv", "triaccel-runs", "/results", "/my\\ data"} <= set(excludes)
+    assert {"mlruns", "triaccel-runs", "/results", "/my\\ data"} <= set(excludes)
     elsewhere = submitted(f"run text-gpt --storage-path {here.parent / 'x'} --data-dir .")
     assert len(elsewhere["runtime_env"]["excludes"]) == len(excludes) - 2
     assert any(str(here / "results") in note and "must share" in note for note in notes)

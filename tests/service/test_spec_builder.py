@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.cli.arguments import Run, Search
-from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.options import RUN_SETTINGS, command_for, settings_of_run, settings_text
-from triaccel_ray.service.cli.parsing import check, parse
+from triaccel_ray.service.cli.parsing import check, command_of, parse
 from triaccel_ray.service.cli.spec_builder import replayed_control, spec_of, with_options
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.runs.spec import RunSpec

@@ -41,7 +41,7 @@ def test_a_search_holds_out_500_training_images_a_class_and_needs_no_test_file(d
 
 def test_a_final_run_trains_on_everything_and_is_judged_by_the_test_file(data_dir: Path) -> None:
     small, images = load_task("cifar10-resnet18", data_dir), torch.rand(2, 3, 32, 32)
-    with pytest.raises(FileNotFoundError, match=r"not found: test_batch.bin\)"):
+    with pytest.raises(FileNotFoundError, match=r"cifar-10-batches-bin: test_batch.bin\n"):
         small.data(Purpose.FINAL)
     with pytest.raises(FileNotFoundError, match="CIFAR-100: no complete set of files"):
         load_task("cifar100-resnet18", data_dir).data(Purpose.SEARCH)  # CIFAR-10's files are not its own

@@ -14,18 +14,13 @@ from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.task import Task
 
 class Mine(Digits):
-    name = "mine"
+    pass
 
 class Half(Task):
-    name = "half"
     def model(self):
         return nn.Linear(1, 1)
 
-class Nameless(Digits):
-    name = ""
-
 class Stubborn(Digits):
-    name = "stubborn"
     def __init__(self):
         pass
 
@@ -50,10 +45,10 @@ def _write(folder: Path, module: str, text: str) -> None:
     (folder / f"{module}.py").write_text(text)
 
 
-def test_bundled_tasks_are_found_by_the_names_they_give_themselves(tmp_path: Path) -> None:
+def test_bundled_tasks_are_found_by_their_names(tmp_path: Path) -> None:
     for name in TASKS:
         task = load_task(name, tmp_path)
-        assert task.name == name_of(type(task)) == name
+        assert name_of(type(task)) == name
         assert task.data_dir == tmp_path
 
 
@@ -63,7 +58,7 @@ def test_a_task_of_ones_own_is_imported_from_the_working_directory(working_dir: 
     _write(working_dir / folder, module.rpartition(".")[2], MODULE)
     task = load_task(f"{module}:Mine", working_dir)
     assert isinstance(task, Digits)
-    assert (task.name, task.data_dir) == ("mine", working_dir)
+    assert (type(task).__name__, task.data_dir) == ("Mine", working_dir)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +71,9 @@ def test_a_task_of_ones_own_is_imported_from_the_working_directory(working_dir: 
         ("zebra", r"'zebra': no such task. Bundled are digits, cifar10-resnet18, .*package.module:Class"),
         ("no_such_module:Mine", "there is no module no_such_module, neither in"),
         ("triaccel_ray.trainables.nothing:Mine", "there is no module triaccel_ray.trainables.nothing, neither in"),
-        ("own_task:Mien", r"own_task has no Mien; the tasks defined there: Mine, Half, Nameless, Stubborn"),
+        ("own_task:Mien", r"own_task has no Mien; the tasks defined there: Mine, Half, Stubborn"),
         ("own_task:Plain", "Plain must be a subclass of triaccel_ray.Task"),
         ("own_task:Half", r"Half must define the method\(s\) data"),
-        ("own_task:Nameless", "Nameless must set the attribute name"),
         ("own_task:Stubborn", r"Stubborn\(data_dir\) raised TypeError: .* constructible so"),
         ("own_task.py:Mine", "not its file"),
         ("./own_task:Mine", "not its file"),

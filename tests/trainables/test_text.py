@@ -13,8 +13,7 @@ from triaccel_ray.apply.evaluate import measured
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.model.metrics import as_metrics
 from triaccel_ray.trainables.task import Purpose
-from triaccel_ray.trainables.text import GPT, TextGpt
-from triaccel_ray.trainables.text_files import PARTS, Windows, read_bytes, split_by_file, text_files
+from triaccel_ray.trainables.text import GPT, PARTS, TextGpt, Windows, read_bytes, split_by_file, text_files
 
 
 class Small(TextGpt):

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.service.cli.arguments import Compare, Run, Search, TrainingCommand, TuneBatch
-from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.options import DEFAULT_STORAGE, Locations
-from triaccel_ray.service.cli.parsing import check
+from triaccel_ray.service.cli.parsing import check, command_of
 from triaccel_ray.service.console import SafeConsole
 from triaccel_ray.service.storage.storage_path import StoragePath
 

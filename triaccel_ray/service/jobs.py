@@ -172,9 +172,9 @@ def _reason(error: BaseException) -> str:
 COMMANDS = ("run", "search", "compare", "tune-batch", "resume")
 """Commands that train; only these can be submitted to a cluster."""
 
-_CACHES = ("node_modules", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache")
-NEVER_UPLOADED = (".git", ".venv", "venv", *_CACHES, "triaccel-runs", "mlruns", "mlflow.db")
-"""Names of files and folders that are not uploaded, nor is what `.gitignore` names."""
+_NEVER_UPLOADED = ("node_modules", "triaccel-runs", "mlruns", "mlflow.db")
+"""Names of files and folders that are not uploaded. Ray leaves out .git, virtual environments and what a `.gitignore`
+names; tools' caches have one of their own."""
 
 WHAT_KEY, RESUME_KEY = "triaccel.what", "triaccel.resume"
 """Metadata keys of a job: for command and task, and for the words after `triaccel` that resume it."""
@@ -229,7 +229,7 @@ def submission(words: Sequence[str], *, name: str | None) -> tuple[dict[str, Any
     where = ["--storage-path", storage.storage, *([] if store is None else ["--tracking-uri", store])]
     runtime_env = {
         "working_dir": str(folder),
-        "excludes": [*NEVER_UPLOADED, *_ignore_patterns(folder, stays)],
+        "excludes": [*_NEVER_UPLOADED, *_ignore_patterns(folder, stays)],
         # As Ctrl-C: the log is ended and shipped. Ray's default, SIGTERM, would leave it "running" for ever.
         "env_vars": {"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": "120"},
     }

@@ -53,7 +53,6 @@ class Noting(TensorSource):
 
 
 class Several(Task):
-    name = "several"
     recipe = RECIPE
     control = CONTROL
 

@@ -47,7 +47,6 @@ class OfAllKinds(Blobs):
 
 class Passing(Task):
     # learns y = 2 x and is judged by y = x: best halfway
-    name = "passing"
     metrics = {}
     objective = "loss"
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -66,13 +67,6 @@ from triaccel_ray.trainables.task import Purpose
 RETRIED_CAUSES = ("bug", "preempted", "store")
 """Causes of failures that are unrelated to the settings tried."""
 
-EXPERIMENTS: Mapping[type, str] = {
-    RunSpec: "triaccel-runs",
-    SearchSpec: "triaccel-searches",
-    ComparisonSpec: "triaccel-comparisons",
-}
-"""Kind of result -> MLflow experiment to record it in, unless the user names one."""
-
 Show: TypeAlias = Callable[[View], object]
 """Called with the result as soon as there is one, before the rest of it is recorded."""
 
@@ -100,40 +94,36 @@ def carry_out(command: TrainingCommand | Resume, show: Show = lambda view: None)
     """
     where = replace(command.where, address=joined_address(command.where.address))
     if isinstance(command, TrainingCommand):
-        spec, experiment, tracker = spec_of(command), command.experiment, tracker_of(where)
-        place = storage_of(where, writable=True) / new_name(command.name, *_task_and_kind(spec))
+        spec, experiment = spec_of(command), command.experiment
     else:
         place = find(command.name, command.where, writable=True)
         where = with_recorded_store(place.folder, where)
-        spec, shipped, tracker = _stored_spec(place.folder), read_shipment_state(place.folder), tracker_of(where)
+        spec, shipped = _stored_spec(place.folder), read_shipment_state(place.folder)
         experiment = None if shipped is None else shipped.experiment
-    if experiment is None:
-        experiment = EXPERIMENTS[type(spec)]
+    kind: str
+    train: Callable[[CommandContext, Show], Outcome]
+    match spec:
+        case SearchSpec(base=base):
+            kind, usual_experiment, train = spec.space, "triaccel-searches", partial(_search, spec)
+        case ComparisonSpec(base=base):
+            kind, usual_experiment, train = "comparison", "triaccel-comparisons", partial(_compare, spec)
+        case base:
+            kind, usual_experiment, train = base.method, "triaccel-runs", partial(_train, base)
+    tracker = tracker_of(where)
+    if isinstance(command, TrainingCommand):
+        place = storage_of(where, writable=True) / new_name(command.name, base.task, kind)
     context = CommandContext(
-        place=place, where=where, tracker=tracker, experiment=experiment, resume=isinstance(command, Resume)
+        place=place,
+        where=where,
+        tracker=tracker,
+        experiment=usual_experiment if experiment is None else experiment,
+        resume=isinstance(command, Resume),
     )
-    _check(spec if isinstance(spec, RunSpec) else spec.base, context)
+    _check(base, context)
     if place.uri is None and (where.tracking_uri is None or isinstance(command, TrainingCommand)):
         require_storage(where.storage_path.folder, create=True)  # also the place of the SQLite file
     tracker.prepare()
-    match spec:
-        case SearchSpec():
-            return _search(spec, context, show)
-        case ComparisonSpec():
-            return _compare(spec, context, show)
-        case _:
-            return _train(spec, context, show)
-
-
-def _task_and_kind(spec: RunSpec | SearchSpec | ComparisonSpec) -> tuple[str, str]:
-    """Returns the words that begin the default name of a result."""
-    match spec:
-        case SearchSpec():
-            return spec.base.task, spec.space
-        case ComparisonSpec():
-            return spec.base.task, "comparison"
-        case _:
-            return spec.task, spec.method
+    return train(context, show)
 
 
 def _stored_spec(folder: Path) -> RunSpec | SearchSpec | ComparisonSpec:
