@@ -14,6 +14,7 @@ from triaccel_ray.control import curvature as control_curvature
 from triaccel_ray.control.curvature import ScheduledCurvature
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.decide.curvature import DRY_RUN_S, measuring_share
+from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure import timing
 from triaccel_ray.measure.curvature.meter import CurvatureMeter
 from triaccel_ray.records.events import Tick
@@ -35,9 +36,9 @@ def test_the_dry_run_comes_before_layers_leave_fp32(monkeypatch: pytest.MonkeyPa
 class Moody(Limited):
     """Fails when it is not training, as a measurement does it."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, *, is_broken: bool = True) -> None:
         super().__init__(1000)
-        self.error, self.is_broken = error, True
+        self.error, self.is_broken = error, is_broken
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not self.training and self.is_broken:
@@ -139,8 +140,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_curvature_for_the_log_alone_is_tried_once_its_share_of_the_time_allows(
     works: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = nn.Sequential(mlp(), Moody(LookupError("eval mode is broken")))
-    model[1].is_broken = not works
+    model = nn.Sequential(mlp(), Moody(LookupError("eval mode is broken"), is_broken=not works))
     batch = replace(QUIET.batch, enabled=False)
     config = replace(QUIET, every_steps=4, curvature=CurvatureConfig(every_steps=4), batch=batch)
     with monkeypatch.context() as before:
@@ -288,40 +288,28 @@ def test_measuring_changes_neither_buffers_nor_random_numbers_of_model_and_loss(
     assert same(found[0], found[1])
 
 
-def test_a_later_error_switches_curvature_off_also_for_a_resumed_run() -> None:
-    model = nn.Sequential(mlp(), Moody(RuntimeError("shapes do not match")))
-    model[1].is_broken = False
-    loop, ticks = loop_of(model, blobs(240))
+@pytest.mark.parametrize("breaks_when_resumed", [False, True])
+def test_an_error_after_measurements_switches_curvature_off_for_good_and_is_told_of(breaks_when_resumed: bool) -> None:
+    def moody(*, is_broken: bool) -> tuple[ControlLoop, list[Tick]]:
+        return loop_of(nn.Sequential(mlp(), Moody(RuntimeError("not here"), is_broken=is_broken)), blobs(240))
+
+    loop, ticks = moody(is_broken=False)
     for _ in range(9):
         loop.step()
     assert loop.state.layers["0.0"].eigenvalues is not None
-    model[1].is_broken = True
-    loop.train_epoch()
-    state = loop.state_dict()
-    assert curvature_faults(ticks) == [(FaultKind.CURVATURE_OFF, 16, "fisher cannot be measured: shapes do not match")]
-    assert loop.state.layers["0.0"].eigenvalues is None
-    loop.close()
-    resumed, later = loop_of(nn.Sequential(mlp(), Moody(RuntimeError("not asked"))), blobs(240))
-    resumed.model[1].is_broken = False
-    resumed.load_state_dict(state)
-    resumed.train_epoch()
-    assert all(layer.eigenvalues is None for tick in later for layer in tick.observation.layers)
-
-
-def test_curvature_that_cannot_be_measured_where_a_run_is_resumed_is_off_and_told_of() -> None:
-    model = nn.Sequential(mlp(), Moody(RuntimeError("not here")))
-    model[1].is_broken = False
-    loop, _ = loop_of(model, blobs(240))
-    for _ in range(9):
-        loop.step()
-    assert loop.state.layers["0.0"].eigenvalues is not None
+    if not breaks_when_resumed:
+        loop.model[1].is_broken = True
+        loop.train_epoch()
+        assert loop.state.layers["0.0"].eigenvalues is None
     state = copy.deepcopy(loop.state_dict())
     loop.close()
-    resumed, ticks = loop_of(nn.Sequential(mlp(), Moody(RuntimeError("not here"))), blobs(240))
+    resumed, later = moody(is_broken=breaks_when_resumed)
     resumed.load_state_dict(state)
     resumed.train_epoch()
-    assert curvature_faults(ticks) == [(FaultKind.CURVATURE_OFF, 0, "fisher cannot be measured: not here")]
+    told, step = (later, 0) if breaks_when_resumed else (ticks, 16)
+    assert curvature_faults(told) == [(FaultKind.CURVATURE_OFF, step, "fisher cannot be measured: not here")]
     assert resumed.state.layers["0.0"].eigenvalues is None
+    assert all(layer.eigenvalues is None for tick in later for layer in tick.observation.layers)
 
 
 def test_an_error_of_the_data_is_no_error_of_curvature() -> None:

@@ -184,35 +184,26 @@ def test_a_run_resumes_between_a_failure_and_the_tick_that_hears_of_it(tmp_path:
     assert_resumes(make, stop, tmp_path / "checkpoint.pt")
 
 
-@pytest.mark.parametrize("method", ["ggn", "hessian"])
-def test_every_way_of_measuring_curvature_resumes(method: Any, tmp_path: Path) -> None:
-    curvature = replace(CONFIG.curvature, method=method, top_k=2)
-    changes = {"curvature": curvature, "batch": replace(CONFIG.batch, lr_rule="linear")}
-    assert_resumes(lambda seed: control_loop(seed, "sgd", **changes), 8, tmp_path / "checkpoint.pt")
+LINEAR, FEW = replace(CONFIG.batch, lr_rule="linear"), replace(CONFIG.curvature, top_k=2)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("make", "stop"),
     [
-        {"execution": ExecutionConfig(activations="recompute")},
-        {"batch": replace(CONFIG.batch, accumulate=2)},
-        {"weights": "split"},
-        {"weights": "split", "step_in_backward": True, "optimizer_state": "8bit"},
+        *((partial(baseline_loop, method=method), stop) for method in ("fp32", "amp") for stop in (1, 12)),
+        *((partial(control_loop, optimizer="sgd", batch=LINEAR, curvature=replace(FEW, method=each)), 8)
+          for each in ("ggn", "hessian")),
+        *((partial(control_loop, optimizer="adamw fused", **changes), 13) for changes in (
+            {"execution": ExecutionConfig(activations="recompute")},
+            {"batch": replace(CONFIG.batch, accumulate=2)},
+            {"weights": "split"},
+            {"weights": "split", "step_in_backward": True, "optimizer_state": "8bit"},
+        )),
     ],
-    ids=["recompute", "accumulate", "split", "lean"],
-)
-def test_every_way_to_save_memory_resumes(
-    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+)  # fmt: skip
+def test_every_method_resumes(make: Any, stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_optimizer, "MIN_ELEMENTS_IN_CODES", 30)
-    make = partial(control_loop, optimizer="adamw fused", **changes)
-    assert_resumes(make, 13, tmp_path / "checkpoint.pt")
-
-
-@pytest.mark.parametrize("method", ["fp32", "amp"])
-@pytest.mark.parametrize("stop", [1, 12])
-def test_a_resumed_baseline_equals_an_uninterrupted_one(method: str, stop: int, tmp_path: Path) -> None:
-    assert_resumes(lambda seed: baseline_loop(seed, method), stop, tmp_path / "checkpoint.pt")
+    assert_resumes(make, stop, tmp_path / "checkpoint.pt")
 
 
 class Balanced(nn.Module):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -26,10 +25,7 @@ from triaccel_ray.trainables.audio import Sine
 BF16, FP32 = Precision.BF16, Precision.FP32
 
 
-@contextmanager
-def loop_in_fp32(
-    model: nn.Module, inputs: Tensor, targets: Tensor, loss=F.mse_loss, **settings
-) -> Iterator[ControlLoop]:
+def loop_in_fp32(model: nn.Module, inputs: Tensor, targets: Tensor, loss=F.mse_loss, **settings) -> ControlLoop:
     """A loop that trains in FP32 without ticks of its own, and whose ticks want BF16 for every layer."""
     torch.manual_seed(0)
     precision = PrecisionConfig(initial=FP32, dwell_ticks=0, patience_ticks=1, tau_low=0.0, overflow_bar_ticks=2)
@@ -38,9 +34,7 @@ def loop_in_fp32(
         batch=BatchConfig(enabled=False, start=64, minimum=64), **settings,
     )  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
-    loop = ControlLoop(model, optimizer, loss, (inputs, targets), config=config)
-    yield loop
-    loop.close()
+    return ControlLoop(model, optimizer, loss, (inputs, targets), config=config)
 
 
 def loop_by_default(
@@ -56,8 +50,7 @@ def sines() -> nn.Module:
     return nn.Sequential(Sine(1, 64, 3000.0, 1.0), Sine(64, 64, 30.0, 0.01), nn.Linear(64, 1))
 
 
-@contextmanager
-def trained_network(num_epochs: int = 5, device: str = "cpu", **settings) -> Iterator[ControlLoop]:
+def trained_network(device: str = "cpu", **settings) -> ControlLoop:
     """A loop whose model has learned oscillations; in BF16, its first layer's angles are off by radians.
 
     As the loop sees the new model, that layer's weights are zero: only training shows what precision it needs.
@@ -69,12 +62,12 @@ def trained_network(num_epochs: int = 5, device: str = "cpu", **settings) -> Ite
     drawn = weight.detach().clone()
     nn.init.zeros_(weight)
     nn.init.zeros_(model[0].linear.bias)
-    with loop_in_fp32(model, inputs, torch.sin(100 * inputs), **settings) as loop:
-        with torch.no_grad():
-            weight.copy_(drawn)
-        for _ in range(num_epochs):
-            loop.train_epoch()
-        yield loop
+    loop = loop_in_fp32(model, inputs, torch.sin(100 * inputs), **settings)
+    with torch.no_grad():
+        weight.copy_(drawn)
+    for _ in range(5):
+        loop.train_epoch()
+    return loop
 
 
 def test_the_layer_that_needs_fp32_keeps_it_and_the_others_are_lowered() -> None:
@@ -272,7 +265,7 @@ def test_a_layer_keeps_fp32_only_if_outputs_other_than_masks_change(name: str) -
     make, width, needs_fp32 = JUDGED[name]
     torch.manual_seed(0)
     loss = lambda outputs, targets: F.mse_loss(outputs[:, :1], targets)  # noqa: E731
-    with closing(loop_by_default(make(), PrecisionConfig(), loss, width=width)) as loop:
+    with loop_by_default(make(), PrecisionConfig(), loss, width=width) as loop:
         first, *others = loop.plan.precision.values()
         assert first is (FP32 if needs_fp32 else BF16)
         assert others[:1] in ([], [BF16])  # the last layer's outputs are the model's
@@ -295,7 +288,7 @@ def test_the_change_of_outputs_is_relative_to_what_is_no_mask(
 
 
 def test_a_model_in_fp32_is_judged_as_well_so_that_the_first_tick_does_no_harm() -> None:
-    with closing(loop_by_default(sines(), PrecisionConfig(initial=FP32, tau_low=0.0))) as loop:
+    with loop_by_default(sines(), PrecisionConfig(initial=FP32, tau_low=0.0)) as loop:
         for _ in range(4):
             loop.step()
             loop.tick()
@@ -303,14 +296,14 @@ def test_a_model_in_fp32_is_judged_as_well_so_that_the_first_tick_does_no_harm()
 
 
 def test_a_resumed_run_offers_what_the_first_one_did_whatever_weights_it_began_with() -> None:
-    with closing(loop_by_default(sines(), PrecisionConfig())) as loop:
+    with loop_by_default(sines(), PrecisionConfig()) as loop:
         loop.step()
         state = copy.deepcopy(loop.state_dict())
     other = sines()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1e-3)  # so that rounding changes nothing
-    with closing(loop_by_default(other, PrecisionConfig())) as loop:
+    with loop_by_default(other, PrecisionConfig()) as loop:
         assert set(loop.plan.precision.values()) == {BF16}
         loop.load_state_dict(state)
         assert loop.plan.precision["0.linear"] is FP32
@@ -320,7 +313,7 @@ def test_a_resumed_run_offers_what_the_first_one_did_whatever_weights_it_began_w
 
 def test_a_layer_whose_rounding_changes_the_new_models_outputs_is_never_offered_that_precision() -> None:
     ticks: list[Tick] = []
-    with closing(loop_by_default(sines(), PrecisionConfig())) as loop:
+    with loop_by_default(sines(), PrecisionConfig()) as loop:
         assert dict(loop.plan.precision) == {"0.linear": FP32, "1.linear": BF16, "2": BF16}
         for _ in range(3):
             loop.train_epoch()
@@ -339,5 +332,5 @@ def test_a_layer_whose_rounding_changes_the_new_models_outputs_is_never_offered_
     ids=["one precision", "the printed rules"],
 )
 def test_nothing_is_withdrawn_where_nothing_is_judged(precision: PrecisionConfig, settings: dict) -> None:
-    with closing(loop_by_default(sines(), precision, **settings)) as loop:
+    with loop_by_default(sines(), precision, **settings) as loop:
         assert set(loop.plan.precision.values()) == {BF16}

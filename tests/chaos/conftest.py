@@ -7,33 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.conftest import (
-    cluster_address,
-    experiment,
-    module,
-    own_ray,
-    root,
-    server,
-    sqlite_tracker,
-    starting_server,
-    worker_factory,
-)
-
-__all__ = [
-    "cluster_address",
-    "experiment",
-    "module",
-    "own_ray",
-    "root",
-    "server",
-    "sqlite_tracker",
-    "starting_server",
-    "worker_factory",
-]
+from tests.chaos.shell import Shell
+from tests.service.conftest import *  # noqa: F403  # pytest finds fixtures by their names here
 
 # Runs are compared number by number, and sums differ in their last bits. In BF16 one bit more rounds otherwise: without
 # instructions for it, precision stays FP32, on every machine. Before the first Ray starts, for its workers inherit it.
 os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    made = Shell(tmp_path)
+    yield made
+    made.clear()
 
 
 @pytest.fixture

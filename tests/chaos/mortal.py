@@ -23,7 +23,7 @@ from tests.service.runs.several import (
 )
 from tests.service.waiting import HELD_S, processes, wait_until
 from triaccel_ray.data.sources import TensorSource
-from triaccel_ray.records.events import Event, Interruption, read_events
+from triaccel_ray.records.events import Epoch, Event, Interruption, read_events
 from triaccel_ray.service.runs.launch import run_all
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import EVENTS
@@ -74,6 +74,10 @@ def events(folder: Path) -> list[Event]:
 
 def interruptions(folder: Path) -> list[Interruption]:
     return [event.record for event in events(folder) if isinstance(event.record, Interruption)]
+
+
+def wait_for_epochs(folder: Path, count: int) -> None:
+    wait_until(lambda: sum(isinstance(each.record, Epoch) for each in events(folder)) == count)
 
 
 def trained(folder: Path, gpus: str, meanwhile: Callable[[], None] = lambda: None) -> Exception | None:

@@ -10,39 +10,24 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 
-from tests.chaos.mortal import HOLD, assert_whole, events, interruptions, trained
-from tests.service.ray_head import ray_node
+from tests.chaos.mortal import HOLD, assert_whole, interruptions, trained, wait_for_epochs
+from tests.service.ray_head import machines, ray_node
 from tests.service.waiting import HELD_S, processes, wait_until
-from triaccel_ray.records.events import Epoch
 from triaccel_ray.service.cluster.cluster import cluster
 
 
-@pytest.fixture
-def machines() -> Iterator[Cluster]:
-    """A head and two other machines, with a CPU each."""
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
-    for _ in range(2):
-        made.add_node(num_cpus=1, num_gpus=0)
-    yield made
-    made.shutdown()
-
-
 @pytest.mark.parametrize("is_drained", [False, True], ids=["killed", "drained"])
-def test_an_elastic_group_shrinks_and_grows_with_the_cluster(
-    tmp_path: Path, machines: Cluster, is_drained: bool
-) -> None:
+def test_an_elastic_group_shrinks_and_grows_with_the_cluster(tmp_path: Path, is_drained: bool) -> None:
     (tmp_path / HOLD).touch()
     sizes: list[tuple[str, int, int]] = []
 
     def come_and_go() -> None:
-        wait_until(lambda: sum(isinstance(each.record, Epoch) for each in events(tmp_path)) == 2)
+        wait_for_epochs(tmp_path, 2)
         for change in (leave, add):
             before = len(interruptions(tmp_path))
             change()
@@ -55,20 +40,20 @@ def test_an_elastic_group_shrinks_and_grows_with_the_cluster(
             sizes.append((last.cause, last.world_size_before, last.world_size))
 
     def leave() -> None:
-        node = next(iter(machines.worker_nodes))
+        node = next(iter(made.worker_nodes))
         if is_drained:  # as a cloud does before it takes a machine back
-            words = ("drain-node", "--address", machines.address, "--node-id", node.node_id, "--reason-message", "spot")
+            words = ("drain-node", "--address", made.address, "--node-id", node.node_id, "--reason-message", "spot")
             deadline = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", "10")
             subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *words, *deadline], check=True, timeout=60)
             time.sleep(10)
-        machines.remove_node(node, allow_graceful=False)
+        made.remove_node(node, allow_graceful=False)
 
     def add() -> None:
-        words = (f"--address={machines.address}", "--num-cpus=1", "--num-gpus=0")
+        words = (f"--address={made.address}", "--num-cpus=1", "--num-gpus=0")
         joined.enter_context(ray_node(*words, env=os.environ, log=tmp_path / "joining.log"))
 
     assert not ray.is_initialized()
-    with contextlib.ExitStack() as joined, cluster(machines.address):
+    with machines(num_others=2) as made, contextlib.ExitStack() as joined, cluster(made.address):
         assert trained(tmp_path, "2..3", come_and_go) is None
     assert sizes == [("preempted", 3, 2), ("resized", 2, 3)]
     assert_whole(tmp_path)

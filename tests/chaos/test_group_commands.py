@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.chaos.shell import Shell, done
 from tests.service.runs.several import Several
-from tests.service.waiting import COMMAND_S
 from triaccel_ray.records.events import Start, read_events
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import EVENTS
@@ -29,7 +26,6 @@ def num_ranks(folder: Path) -> dict[str, int]:
     return found
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -39,11 +35,8 @@ def num_ranks(folder: Path) -> dict[str, int]:
     ids=["compare", "search"],
 )
 def test_each_run_trains_on_two_ranks_and_baselines_on_one(
-    tmp_path: Path, words: tuple[str, ...], expected: dict[str, int]
+    tmp_path: Path, shell: Shell, words: tuple[str, ...], expected: dict[str, int]
 ) -> None:
-    env = {**os.environ, "PYTHONPATH": os.getcwd(), "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     task = (f"{Several.__module__}:Several", "--storage-path", str(tmp_path))
-    command = [sys.executable, "-m", "triaccel_ray.service", words[0], *task, *words[1:], *OPTIONS]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=COMMAND_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done(shell.type(words[0], *task, *words[1:], *OPTIONS, RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled"))
     assert num_ranks(tmp_path / "result").items() >= expected.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -14,10 +15,9 @@ import pytest
 import ray
 import torch
 from ray.autoscaler.v2.sdk import get_cluster_status
-from ray.cluster_utils import Cluster
 
 from tests.service.own_task import own_spec
-from tests.service.ray_head import ray_node
+from tests.service.ray_head import machines, ray_node
 from tests.service.waiting import DEADLINE_S, end, wait_until
 from triaccel_ray.records.events import Epoch, Event, read_events
 from triaccel_ray.service.cluster.cluster import cluster, gpu_fraction, require_gpus
@@ -101,40 +101,32 @@ class Project:
 
 
 @pytest.fixture
-def without_gpu() -> Iterator[Cluster]:
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
-    yield made
-    made.shutdown()
-
-
-@pytest.fixture
-def machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cluster]:
-    """A head with two CPUs and one GPU, which is logical."""
+def head(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """The address of a cluster of one machine with two CPUs and one GPU, which is logical."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getcwd()]))
     monkeypatch.syspath_prepend(str(tmp_path))
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 1, "include_dashboard": False})
-    yield made
-    made.shutdown()
+    with machines(num_cpus=2, num_gpus=1) as made:
+        yield made.address
 
 
-def test_machines_that_join_take_trials_and_those_that_leave_lose_none(tmp_path: Path, machines: Cluster) -> None:
+def test_machines_that_join_take_trials_and_those_that_leave_lose_none(tmp_path: Path, head: str) -> None:
     project = Project(tmp_path)
     uncut: Any = {"space": "thresholds-absolute", "objective": "pareto"}  # no probe, and nothing is stopped early
     spec = SearchSpec(base=own_spec("held_task:Held", device="auto", trials_per_gpu=2), num_trials=3, **uncut)
     create_with_spec(project.search, SEARCH, spec)
-    require_gpus(machines.address, spec.base)
+    require_gpus(head, spec.base)
     before: dict[str, Event] = {}
     failures: list[BaseException] = []
 
     def come_and_go() -> None:
         try:
             project.wait_for_trials(2)  # they share the head's GPU, and no third one fits
-            (head,) = set(project.nodes("trials-on"))
-            words = (f"--address={machines.address}", "--num-cpus=1", "--num-gpus=1")
+            (first,) = set(project.nodes("trials-on"))
+            words = (f"--address={head}", "--num-cpus=1", "--num-gpus=1")
             with ray_node(*words, env=os.environ, log=tmp_path / "joining.log"):
                 project.wait_for_trials(3)  # while the others still wait for the end of their second epoch
                 assert len(project.nodes("trials-on")) == 3
-                assert project.nodes("trials-on")[2] != head
+                assert project.nodes("trials-on")[2] != first
                 before.update(project.first_epochs())
         except BaseException as error:
             failures.append(error)
@@ -142,7 +134,7 @@ def test_machines_that_join_take_trials_and_those_that_leave_lose_none(tmp_path:
 
     prepared = Prepared(objective=Objective(name="metric"), calibration=None, headroom_bytes=None)
     thread = threading.Thread(target=come_and_go)
-    with cluster(machines.address):
+    with cluster(head):
         shared = share_splits(spec.base)
         thread.start()
         tune_trials(spec, prepared, StoragePath.of(project.search), num_gpus=gpu_fraction(2), shared=shared)
@@ -151,31 +143,30 @@ def test_machines_that_join_take_trials_and_those_that_leave_lose_none(tmp_path:
     trials = read_search(project.search).trials
     assert [run.status for run in trials] == ["finished"] * 3
     assert {run.start.info["trials_per_gpu"] for run in trials} == {"2"}
-    head, second, other, back = project.nodes("trials-on")
-    assert head == second == back != other  # the third trial went on at the head
+    first, second, other, back = project.nodes("trials-on")
+    assert first == second == back != other  # the third trial went on at the head
     assert project.first_epochs() == before  # from its checkpoint: what had been done was not done again
     assert len(project.nodes("read-on")) == 1  # and nobody but the driver has read the samples
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU that joins is to be none, so that the run ends at once")
-def test_a_run_that_needs_a_gpu_waits_for_a_machine_with_one(tmp_path: Path, without_gpu: Cluster) -> None:
+def test_a_run_that_needs_a_gpu_waits_for_a_machine_with_one(tmp_path: Path) -> None:
     storage, said = tmp_path / "runs", tmp_path / "said"
-    words = ("run", "digits", "--device", "cuda", "--address", without_gpu.address, "--storage-path", str(storage))
-    with said.open("wb") as file:
+    with machines() as made, contextlib.ExitStack() as stack:
+        words = ("run", "digits", "--device", "cuda", "--address", made.address, "--storage-path", str(storage))
         command = subprocess.Popen(
-            [sys.executable, "-m", "triaccel_ray.service", *words], stdout=file, stderr=subprocess.STDOUT
+            [sys.executable, "-m", "triaccel_ray.service", *words],
+            stdout=stack.enter_context(said.open("wb")),
+            stderr=subprocess.STDOUT,
         )
-    try:
-        wait_until(
-            lambda: "the cluster has 0 GPUs now: the run waits for 1" in said.read_text() or command.poll() is not None
-        )
-        with cluster(without_gpu.address):
+        stack.callback(end, command)
+        waits = "the cluster has 0 GPUs now: the run waits for 1"
+        wait_until(lambda: waits in said.read_text() or command.poll() is not None)
+        with cluster(made.address):
             wait_until(lambda: {"GPU": 1.0, "CPU": 1.0} in _waited_for() or command.poll() is not None)
         assert command.poll() is None, said.read_text()
-        without_gpu.add_node(num_cpus=1, num_gpus=1)
+        made.add_node(num_cpus=1, num_gpus=1)
         assert command.wait(DEADLINE_S) == 2
-    finally:
-        end(command)
     assert "no CUDA device is visible" in said.read_text()  # asked of the machine that joined, whose GPU is logical
 
 

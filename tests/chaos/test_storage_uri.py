@@ -33,7 +33,6 @@ from triaccel_ray.service.storage.store import Store
 from triaccel_ray.service.storage.training_folder import TrainingFolder
 from triaccel_ray.service.tracking.tracker import Tracker
 
-pytestmark = pytest.mark.timeout(1800)  # several commands each, a minute a command where two CPUs have other work
 CPU = ("--device", "cpu", "--memory-budget", "8GiB")
 
 

@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from operator import itemgetter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,12 +21,11 @@ LOW, HIGH = 0.5, 0.95
 
 
 def decided(
-    config: BatchConfig, batch_size: int, share: float = IN_BAND, state: BatchState = READY, *, parts: int = 1, **others
-) -> BatchDecision:
-    enlarged = others.pop("enlarged", False)
-    return decide_batch(
-        config, observation_of(plan_of(batch_size, parts), share=share, **others), state, enlarged=enlarged
-    )
+    config: BatchConfig, batch_size: int, share: float = IN_BAND, state: BatchState = READY, *, parts: int = 1,
+    enlarged: bool = False, choose_size: Any = itemgetter(0), **others: Any,
+) -> BatchDecision:  # fmt: skip
+    seen = observation_of(plan_of(batch_size, parts), share=share, **others)
+    return decide_batch(config, seen, state, enlarged=enlarged, choose_size=choose_size)
 
 
 def timed_sizes(config: BatchConfig, ms_per_sample: Callable[[int], float | None]) -> dict[int, float | None]:
@@ -155,8 +155,7 @@ def test_the_noise_scale_is_awaited_only_for_a_larger_batch_that_pays_and_that_i
         (None, IN_BAND, itemgetter(0), False, None),
     ]:
         state = replace(READY, noise=noise, waits_for_noise=not waits)
-        observation = observation_of(plan_of(96), share=share)
-        decision = decide_batch(NOISY, observation, state, enlarged=False, choose_size=chosen)
+        decision = decided(NOISY, 96, share, state, choose_size=chosen)
         assert (decision.batch_size, decision.state.waits_for_noise) == (96, waits)
         assert [reason.code for reason in decision.reasons] == ([code] if code else [])
 
@@ -165,13 +164,8 @@ def test_the_noise_scale_is_awaited_only_for_a_larger_batch_that_pays_and_that_i
 def test_a_noise_scale_that_is_not_known_yet_does_not_limit_what_growth_could_pay(weight, largest):
     offered = []
     noise = NoiseSignal(mean_square_norm=weight / 160.0, trace_covariance=weight) if weight else None
-    decide_batch(
-        NOISY,
-        observation_of(plan_of(96), share=0.2),
-        replace(READY, noise=noise),
-        enlarged=False,
-        choose_size=lambda sizes: offered.extend(sizes) or sizes[0],
-    )
+    choose = lambda sizes: offered.extend(sizes) or sizes[0]  # noqa: E731
+    decided(NOISY, 96, 0.2, replace(READY, noise=noise), choose_size=choose)
     assert max(offered) == largest
 
 

@@ -136,25 +136,23 @@ def test_a_reason_names_the_threshold_that_was_crossed(before, asked, supported,
     assert reason.text.endswith(words)
 
 
-def test_a_layer_in_fp8_is_held_in_bf16_by_curvature_and_stays_when_others_overflow():
-    state = LayerState(by_variance=FP8, held=True)
-    assert tick(config_of(), FP8, state, VARIANCE[FP16], WITH_FP8)[0] is BF16
-    state = LayerState(by_variance=FP8, fp16_bar_ticks=5)  # FP8 scales each tensor: it does not overflow
-    assert tick(config_of(), FP8, state, VARIANCE[FP16], WITH_FP8)[0] is FP8
+WITHOUT_BF16 = FP16, FP32
 
 
 @pytest.mark.parametrize(
-    ("state", "asked", "expected"),
+    ("state", "asked", "supported", "expected"),
     [
-        (LayerState(by_variance=FP32), BF16, FP16),
-        (LayerState(by_variance=FP16), BF16, FP16),
-        (LayerState(by_variance=FP16), FP32, FP32),
-        (LayerState(by_variance=FP16, held=True), BF16, FP32),
-        (LayerState(by_variance=BF16, fp16_bar_ticks=3), BF16, FP32),
+        (LayerState(by_variance=FP8, held=True), FP16, WITH_FP8, BF16),
+        (LayerState(by_variance=FP8, fp16_bar_ticks=5), FP16, WITH_FP8, FP8),  # scales each tensor: does not overflow
+        (LayerState(by_variance=FP32), BF16, WITHOUT_BF16, FP16),
+        (LayerState(by_variance=FP16), BF16, WITHOUT_BF16, FP16),
+        (LayerState(by_variance=FP16), FP32, WITHOUT_BF16, FP32),
+        (LayerState(by_variance=FP16, held=True), BF16, WITHOUT_BF16, FP32),
+        (LayerState(by_variance=BF16, fp16_bar_ticks=3), BF16, WITHOUT_BF16, FP32),
     ],
 )
-def test_fp16_stands_in_for_bf16_where_that_is_not_offered(state, asked, expected):
-    assert tick(config_of(), state.by_variance, state, VARIANCE[asked], (FP16, FP32))[0] is expected
+def test_holds_and_bars_choose_among_what_is_offered(state, asked, supported, expected):
+    assert tick(config_of(), state.by_variance, state, VARIANCE[asked], supported)[0] is expected
 
 
 @pytest.mark.parametrize("may_lower", [True, False])

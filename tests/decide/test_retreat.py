@@ -27,8 +27,9 @@ FIXED = replace(CONFIG, enabled=False)
 """Start 96, rungs 32, 64, ..., 512."""
 
 
-def retreated(batch_size: int, *faults: Fault, parts: int = 1, config: BatchConfig = CONFIG):
-    return retreat(config, observation_of(plan_of(batch_size, parts), faults=faults), BatchState(ticks_since_change=9))
+def retreated(batch_size: int, *faults: Fault, parts: int = 1, config: BatchConfig = CONFIG, **options: bool):
+    seen = observation_of(plan_of(batch_size, parts), faults=faults)
+    return retreat(config, seen, BatchState(ticks_since_change=9), **options)
 
 
 RETREATS = {
@@ -93,8 +94,7 @@ def test_an_out_of_memory_error_beside_a_capture_without_memory_decides_alone(st
 @pytest.mark.parametrize("config", [FIXED, replace(CONFIG, start=96, minimum=96)])
 @pytest.mark.parametrize(("passed", "parts"), [(96, 1), (48, 2), (13, 8)])
 def test_a_batch_that_recomputation_makes_fit_keeps_its_size(config, passed, parts):
-    observation = observation_of(plan_of(96), faults=(out_of_memory(96, passed),))
-    decision = retreat(config, observation, BatchState(), keeps_size=True)
+    decision = retreated(96, out_of_memory(96, passed), config=config, keeps_size=True)
     assert (decision.batch_size, decision.num_micro_batches) == (96, parts)
     assert ": the batch stays" in decision.reasons[0].text
     assert "->" not in decision.reasons[0].text

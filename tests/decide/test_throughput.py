@@ -41,11 +41,17 @@ def slow_in_fp16(plan: Plan) -> float:
     return 100.0 if plan.precision["conv"] is FP16 else 10.0
 
 
-def test_a_lower_precision_that_is_slower_is_undone():
+def lowered() -> Loop:
+    """A loop that has just lowered its layer, which will be slower."""
     loop = Loop(CONFIG, slow_in_fp16)
     loop.run(2)
     loop.layer = LOW
     assert loop.tick().plan.precision["conv"] is FP16
+    return loop
+
+
+def test_a_lower_precision_that_is_slower_is_undone():
+    loop = lowered()
     assert loop.tick().plan.precision["conv"] is FP16  # a first slow interval may be chance
     undone = loop.tick()
     assert undone.plan.precision["conv"] is BF16
@@ -179,10 +185,7 @@ def test_noise_of_a_tenth_undoes_nothing(noise: list[float]):
 
 
 def test_a_change_of_which_no_time_is_known_is_kept_after_a_while():
-    loop = Loop(CONFIG, slow_in_fp16)
-    loop.run(2)
-    loop.layer = LOW
-    loop.tick()
+    loop = lowered()
     loop.cost = lambda plan: None
     loop.run(5)
     assert loop.state.throughput.change is not None
@@ -199,21 +202,16 @@ def test_an_undone_lowering_bars_the_next_lower_precision(before: Precision, bar
 
 
 def test_a_plan_that_could_not_be_applied_is_not_judged():
-    loop = Loop(CONFIG, lambda plan: 10.0)
-    loop.run(2)
-    loop.layer, plan = LOW, loop.plan
-    loop.tick()
-    loop.plan, loop.cost = plan, lambda plan: 100.0  # still the one before, which is slower now by chance
+    loop = lowered()
+    loop.plan = replace(loop.plan, precision={"conv": BF16})  # still the one before, which is slower now by chance
+    loop.cost = lambda plan: 100.0
     loop.run(3)
     layer = loop.state.layers["conv"]
     assert (layer.too_slow, layer.times_slow) == (None, 0)
 
 
 def test_step_times_before_a_plan_that_a_resumed_run_cannot_go_on_with_do_not_count():
-    loop = Loop(CONFIG, slow_in_fp16)
-    loop.run(2)
-    loop.layer = LOW
-    loop.tick()
+    loop = lowered()
     assert loop.state.throughput.change is not None
     fault = Fault(kind=FaultKind.PLAN_REPLACED, step=1, phase="resume", detail="fp16 is not offered")
     loop.tick(faults=(fault,))

@@ -52,13 +52,19 @@ def test_the_initial_plan_is_the_configured_one_at_full_rates():
     assert decision.reasons == ()
 
 
-def test_the_batch_grows_beside_changes_that_take_no_more_bytes():
-    config = replace(CONFIG, precision=replace(CONFIG.precision, initial=FP16))
-    decision = first_tick(config, LayerSignal(name="conv", variance=1e-5), memory=LOW_MEMORY, step_ms=1.0)
-    assert (decision.plan.precision["conv"], decision.plan.batch_size) == (BF16, 128)
-    config = replace(CONFIG, precision=replace(CONFIG.precision, initial=FP32))
-    decision = first_tick(config, LayerSignal(name="conv", variance=1e-8), memory=LOW_MEMORY, step_ms=1.0)
-    assert (decision.plan.precision["conv"], decision.plan.batch_size) == (FP16, 128)
+@pytest.mark.parametrize(
+    ("initial", "seen", "level", "batch_size"),
+    [
+        (FP16, {"variance": 1e-5}, BF16, 128),
+        (FP32, {"variance": 1e-8}, FP16, 128),
+        *((BF16, cause, FP32, 96) for cause in ({"variance": 1.0}, {"eigenvalues": (9.0,)})),
+    ],
+)
+def test_the_batch_grows_only_beside_changes_that_take_no_more_bytes(initial, seen, level, batch_size):
+    config = replace(CONFIG, precision=replace(CONFIG.precision, initial=initial))
+    decision = first_tick(config, LayerSignal(name="conv", **seen), memory=LOW_MEMORY, step_ms=1.0)
+    assert (decision.plan.precision["conv"], decision.plan.batch_size) == (level, batch_size)
+    assert (codes(decision, "batch") == [ReasonCode.HELD_ENLARGED]) == (batch_size == 96)
 
 
 def test_retreats_are_not_limited_and_precede_the_rule_of_memory():
@@ -207,11 +213,3 @@ def test_constant_observations_bring_the_plan_to_rest(config, machine, variance)
     plans = [run.step(*layers)[1].plan for _ in range(120)]
     assert all(plan.batch_size == plans[-1].batch_size for plan in plans[-40:])
     assert all(plan.precision == plans[-1].precision for plan in plans[12:])
-
-
-@pytest.mark.parametrize("cause", [{"variance": 1.0}, {"eigenvalues": (9.0,)}])
-def test_the_batch_does_not_grow_in_the_tick_that_raises_a_layer_to_fp32(cause):
-    decision = first_tick(CONFIG, LayerSignal(name="conv", **cause), memory=LOW_MEMORY)
-    assert decision.plan.precision["conv"] is FP32
-    assert decision.plan.batch_size == 96
-    assert codes(decision, "batch") == [ReasonCode.HELD_ENLARGED]

@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.measure.curvature_models import METHODS, directly, make
-from triaccel_ray.config import CurvatureConfig
-from triaccel_ray.measure.curvature.meter import CurvatureMeter
+from tests.measure.curvature_models import METHODS, directly, make, meter_of
 from triaccel_ray.measure.curvature.objective import measuring
 from triaccel_ray.model.layers import find_layers
 
@@ -96,9 +94,7 @@ def test_compiled_modules_are_measured_as_they_are_written(method: Any) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_one_of_a_layers_weights_may_be_frozen_later(method: Any) -> None:
     model, inputs, targets = make("recurrent")
-    meter = CurvatureMeter(
-        model, F.cross_entropy, find_layers(model), CurvatureConfig(method=method), device=torch.device("cpu")
-    )
+    meter = meter_of(model, method)
     layer = next(layer for layer in find_layers(model) if len(layer.weights) > 1)
     layer.weights[0].requires_grad_(False)
     meter.dry_run(inputs, targets)

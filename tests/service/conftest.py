@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 
 from tests.service.mlflow_server import Server
 from tests.service.own_task import own_spec, write_module
+from tests.service.ray_head import machines
 from tests.service.terminal import Terminal
 from tests.service.worker_factory import Begin, WorkerFactory
 from triaccel_ray.service.runs.spec import RunSpec
@@ -18,9 +18,8 @@ from triaccel_ray.service.tracking.tracker import Tracker
 @pytest.fixture(scope="session")
 def cluster_address() -> Iterator[str]:
     """A Ray cluster of two CPUs and two GPUs, which are logical: commands of several modules join it."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, "include_dashboard": False})
-    yield cluster.address
-    cluster.shutdown()
+    with machines(num_cpus=2, num_gpus=2) as cluster:
+        yield cluster.address
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from ray.cluster_utils import Cluster
+
 from tests.service.waiting import GRACE_S, answers, end, wait_until
 
 
@@ -27,6 +29,19 @@ def ray_head() -> Iterator[str]:
             wait_until(lambda: _answers(head, url, log), say=log.read_text)
             wait_until(lambda: _listens(agent), say=log.read_text)  # to it the Jobs API hands what is submitted
             yield url
+
+
+@contextlib.contextmanager
+def machines(*, num_cpus: int = 1, num_gpus: int = 0, num_others: int = 0) -> Iterator[Cluster]:
+    """Yields a cluster: a head, and others with a CPU each."""
+    head = {"num_cpus": num_cpus, "num_gpus": num_gpus, "include_dashboard": False}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        for _ in range(num_others):
+            made.add_node(num_cpus=1, num_gpus=0)
+        yield made
+    finally:
+        made.shutdown()
 
 
 @contextlib.contextmanager
