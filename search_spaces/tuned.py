@@ -81,7 +81,10 @@ def tuned_thresholds(task: str) -> TunedThresholds:
 
     Raises:
         FileNotFoundError: there is no stored search of the task.
-        ValueError: the file is not the result of a search.
+        ValueError: the file is not the result of a search; the message names it.
     """
-    text = files("triaccel_ray.search_spaces").joinpath("results", f"{task}.json").read_text()
-    return decode(TunedThresholds, json.loads(text), f"results/{task}.json")
+    file = files("triaccel_ray.search_spaces").joinpath("results", f"{task}.json")
+    try:
+        return decode(TunedThresholds, json.loads(file.read_text()))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no result of a search ({error}): copy found.json of a search there") from error

@@ -74,7 +74,8 @@ def test_a_command_that_is_told_can_be_typed(command: str, capsys: pytest.Captur
 def test_a_command_that_is_none_is_noticed() -> None:
     assert not is_understood(["run", "digits", "--color", "red"])
     assert not is_understood(["submit", "--", "run", "digits", "--color", "red"])
-    assert not is_understood(["sing"])
+    with pytest.raises(ValueError, match="no such command"):
+        is_understood(["sing"])
 
 
 def test_the_page_of_options_is_what_the_fields_say() -> None:

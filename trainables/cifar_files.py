@@ -91,8 +91,8 @@ class _CifarFiles:
         from torchvision.datasets.utils import check_integrity
 
         kind = self.kind
-        pickles = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
-        binary = [(f"{name}.bin", None) for name, _ in kind.train_list + kind.test_list * self.with_test]
+        pickles = kind.train_list + kind.test_list * self.with_test
+        binary = [(f"{name}.bin", None) for name, _ in pickles]
         for folder, files in ((kind.base_folder, pickles), (_BINARY[self.num_classes][0], binary)):
             for place in [self.root] if self.root.name == folder else [self.root / folder, self.root]:
                 yield place, files is binary, [name for name, md5 in files if not check_integrity(place / name, md5)]
@@ -105,7 +105,12 @@ class _CifarFiles:
         return None
 
     def _read_torchvisions(self, place: Path) -> list[Samples]:
-        data_set = type(self.kind.__name__, (self.kind,), {"base_folder": place.name})
+        own = {  # names of classes are not needed, and the files have been checked
+            "base_folder": place.name,
+            "_load_meta": lambda self: None,
+            "_check_integrity": lambda self: True,
+        }
+        data_set = type(self.kind.__name__, (self.kind,), own)
         with warnings.catch_warnings():
             # numpy 2.4.0 to 2.4.4 object to how Python 2 wrote dtypes into these files
             warnings.simplefilter("ignore", np.exceptions.VisibleDeprecationWarning)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from triaccel_ray.config import check_fields, knob
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.kernels.image_batch import image_batch
 
@@ -32,8 +33,11 @@ class Preparation:
     (Jordan 2024). Even epochs mirror the same images for all seeds."""
     mirror_views: bool = False
     """Whether evaluation averages the model's outputs for each image and its mirror image."""
-    cutout: int = 0
+    cutout: int = knob(0, "[0, inf)")
     """Edge in pixels of the square that is cut out of every augmented image; 0: none."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class ImageSource(TensorSource):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.apply.captured import adamw, distance, fault_messages, faults_of, fixed, images, loop_of, network, sgd
 from tests.build import Wired, run
@@ -245,6 +244,8 @@ class Logits(nn.Module):
     """A small decoder of transformers, which looks at its positions to see whether it needs a mask: the host waits."""
 
     def __init__(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM  # the other tests do without
+
         super().__init__()
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2}
         self.decoder = LlamaForCausalLM(LlamaConfig(vocab_size=96, use_cache=False, **sizes))

@@ -142,7 +142,7 @@ def test_a_capture_that_fails_leaves_the_augmentation_to_the_eager_step() -> Non
 
 
 def test_a_wait_ends_capturing_only_if_the_capture_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triaccel_ray.apply.capture.asks_for_capture", lambda: False)
+    monkeypatch.setattr("triaccel_ray.apply.capture.has_capture_query", lambda: False)
     text = "the host waits for the device (model.py:1)"
     found = [Obstacle(text, is_certain=False)]
     monkeypatch.setattr("triaccel_ray.apply.step.watched", lambda into, device: nullcontext(into.extend(found)))

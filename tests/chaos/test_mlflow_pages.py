@@ -12,7 +12,7 @@ from tests.service.browser import needs_chromium, num_colors, screenshot, shown
 from tests.service.mlflow_server import Recorded, Server, runs, ship
 from tests.service.search_folder import simulated_search
 from triaccel_ray.service.commands.ui import runs_pages
-from triaccel_ray.service.tracking.shipper import ParentRun
+from triaccel_ray.service.tracking.shipment import ParentRun
 from triaccel_ray.service.tracking.tracker import Tracker
 
 SCRIPTS_S = 30

@@ -118,8 +118,8 @@ def test_a_log_of_code_of_your_own_has_settings_and_no_command(tmp_path: Path) -
     report = Report(run.path)
     assert (report.folder, report.control, report.command) == (run.folder, CONTROL, "")
     page = report.page.read_text()
-    assert "t_ctrl = 50" in page
-    assert not any(text in page for text in ("triaccel run", "momentum", "lr = ", "<td>seed"))
+    assert "<td>t_ctrl</td><td>50</td>" in page
+    assert not any(text in page for text in ("triaccel run", "momentum", "<td>lr<", "<td>seed"))
     with pytest.raises(ValueError, match="name = 'nobody': there is no folder"):
         Report("nobody", storage_path=tmp_path)
 

@@ -115,7 +115,7 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("run digits --lr None", "Error parsing --lr"),
     ("run digits --memory-budget -1GiB", "-1GiB"),
     ("run digits --color red", "--color"),
-    ("serach digits", "Available subcommands: run, search, compare, "),
+    ("serach digits", "command = 'serach': no such command, did you mean search? the commands are run, search, "),
     ("run digits --name artifacts", "name = 'artifacts': is where MLflow's records lie"),
     ("report run1/trials/x", "there is no folder"),
     ("run digits --storage-path /proc/nowhere", "storage path = '/proc/nowhere': cannot be used"),

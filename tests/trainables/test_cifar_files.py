@@ -73,7 +73,7 @@ def test_a_pickle_that_is_not_the_published_one_is_refused_and_never_opened(num_
     names = [name for name, _ in KINDS[num_classes].train_list]
     for name in names:
         (folder / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
-    with pytest.raises(FileNotFoundError, match=f"Missing or damaged in each place:\n  {folder}: {', '.join(names)}, "):
+    with pytest.raises(FileNotFoundError, match=f"Missing or damaged in each place:\n  {folder}: {', '.join(names)}\n"):
         read_cifar(num_classes, tmp_path, with_test=False)
     assert not (tmp_path / "sprung").exists()
     pickle.loads((folder / names[0]).read_bytes())

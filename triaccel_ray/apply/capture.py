@@ -20,7 +20,7 @@ from triaccel_ray.apply.step import Step, StepOutcome
 from triaccel_ray.apply.step_in_backward import BucketedGradients
 from triaccel_ray.apply.step_kind import StepKind
 from triaccel_ray.config import ExecutionConfig
-from triaccel_ray.cuda.capture_checks import Obstacle, asks_for_capture, reporting_capture
+from triaccel_ray.cuda.capture_checks import Obstacle, has_capture_query, overriding_capture_query
 from triaccel_ray.cuda.graphs import Graph, GraphPool
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.stream_pool import PooledStream
@@ -67,9 +67,9 @@ class StepCache:
 
     The first step of a kind runs eagerly, so that libraries choose their kernels. Eager and captured steps never hold
     memory at the same time: an eager step on a GPU drops all graphs, which are captured again at their next use. If a
-    step cannot be captured, the model is compiled as a whole in place of its blocks, or else all steps run eagerly; a
-    fault reports each. If a capture runs out of memory, a fault, too, steps of its kind run eagerly until memory is
-    released. Python state that the forward pass changes is changed at captures but not at replays.
+    step cannot be captured, the model is compiled as a whole in place of its blocks, or else all steps run eagerly. If
+    a capture runs out of memory, steps of its kind run eagerly until memory is released. A fault reports each. Python
+    state that the forward pass changes is changed at captures but not at replays.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class StepCache:
         """Kinds whose graph recomputes regions and has not been replayed yet."""
         self._too_large: set[StepKind] = set()
         self._runs_as_captured = False
-        """Whether eager steps run the code that models have for captured ones, too: the other code waits."""
+        """Whether eager steps run the models' code for captured ones, because their eager code waits."""
         self._captured_dependencies: tuple[Any, ...] = ()
         self._is_refusal_reported = False
         self.pending_ms = 0.0
@@ -127,7 +127,7 @@ class StepCache:
         num_samples, offset = shares or BatchShares(len(indices))
         stored = tuple(self.step.activations.storage.items())
         key = StepKind(num_samples, self.step.num_parts(num_samples), self.step.precision.key, stored, offset)
-        with self.on_stream(), self._autotuning(), reporting_capture(self._runs_as_captured):
+        with self.on_stream(), self._autotuning(), overriding_capture_query(self._runs_as_captured):
             if not self.enabled or key in self._too_large:
                 return self._run_eagerly(key, indices, loss_scale, step).faults
             if self._entries and self._dependencies() != self._captured_dependencies:
@@ -209,7 +209,7 @@ class StepCache:
         if self.step.peers.ranks.any(is_certain):
             text = "; ".join(self._doubts[key]) if is_certain else "the step of another rank cannot be captured"
             return (*outcome.faults, self._give_up(key, text, step))
-        if not self._runs_as_captured and asks_for_capture() and self.step.peers.ranks.any(bool(obstacles)):
+        if not self._runs_as_captured and self.step.peers.ranks.any(bool(obstacles) and has_capture_query()):
             self._runs_as_captured = True  # that code may not wait, and has to be compiled before it is captured
             self._is_ready.clear()
         return outcome.faults

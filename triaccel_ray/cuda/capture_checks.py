@@ -19,7 +19,7 @@ from triaccel_ray.cuda.random_states import host_random_state
 
 _WAITS = "called a synchronizing CUDA operation"
 _ON_ANOTHER_STREAM = "AccumulateGrad node's stream does not match"
-_QUESTION = "is_cuda_stream_capturing"
+_CAPTURE_QUERY = "is_cuda_stream_capturing"
 """What models of transformers call; a test notices if it is renamed."""
 
 
@@ -49,28 +49,28 @@ def watched(obstacles: list[Obstacle], device: torch.device) -> Iterator[None]:
     obstacles.extend(reason for reason in dict.fromkeys(found) if reason not in obstacles)
 
 
-def asks_for_capture() -> bool:
+def has_capture_query() -> bool:
     """Returns whether code may run that is different while it is captured: that of models of transformers."""
-    return hasattr(_transformers(), _QUESTION)
+    return hasattr(_transformers(), _CAPTURE_QUERY)
 
 
 @contextlib.contextmanager
-def reporting_capture(answer: bool) -> Iterator[None]:
-    """Makes models of transformers run their code for captured steps, or that for others, whether captured or not.
+def overriding_capture_query(is_capturing: bool) -> Iterator[None]:
+    """Makes models of transformers run their code for captured steps, or that for others, in the whole process.
 
     While they are captured, they build attention masks that they otherwise leave out after a look at the data, for
     which the host waits. Compiled code differs with a mask, and cannot be compiled during a capture. So all steps of a
     run need the same answer.
     """
-    module, original = _transformers(), getattr(_transformers(), _QUESTION, None)
+    module, original = _transformers(), getattr(_transformers(), _CAPTURE_QUERY, None)
     if original is None:
         yield
         return
-    setattr(module, _QUESTION, _yes if answer else _no)
+    setattr(module, _CAPTURE_QUERY, _yes if is_capturing else _no)
     try:
         yield
     finally:
-        setattr(module, _QUESTION, original)
+        setattr(module, _CAPTURE_QUERY, original)
 
 
 def _transformers() -> ModuleType | None:

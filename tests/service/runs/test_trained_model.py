@@ -1,6 +1,7 @@
 """What a run leaves behind: whose weights, under which names, and what becomes of them when it goes on elsewhere."""
 
 import itertools
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -120,8 +121,8 @@ def test_a_trial_leaves_no_weights_and_a_final_run_its_last(
     assert (last_of(tmp_path).kept_epoch, (tmp_path / MODEL).exists()) == (kept, kept is not None)
 
 
-def test_the_better_epoch_is_the_earlier_of_equals() -> None:
-    for maximize, ascending in ((True, (90.0, 91.0)), (False, (0.5, 0.4))):
+def test_the_better_epoch_is_the_earlier_of_equals_and_has_a_figure() -> None:
+    for maximize, ascending in ((True, (math.nan, 90.0, 91.0)), (False, (math.nan, 0.5, 0.4))):
         epochs = [run_of("run", accuracy=value).epochs[0] for value in ascending]
         for (i, earlier), (j, later) in itertools.product(enumerate(epochs), repeat=2):
             assert is_better(later, earlier, Goal(maximize=maximize, unit="")) == (j > i)

@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str] | None) -> Command:
 
     Raises:
         SystemExit: they are invalid, or ask for help; the message has been printed, without passwords.
-        ValueError: the file given as --config breaks a rule.
+        ValueError: there is no such command, or the file given as --config breaks a rule.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     own_words = words[: words.index("--")] if "--" in words else words  # words after -- belong to another command
@@ -58,6 +58,10 @@ def parse(arguments: Sequence[str] | None) -> Command:
         sys.stdout.write(f"triaccel {version('triaccel-ray')}\n")
         sys.exit(0)
     command = [word for word in own_words[:1] if not word.startswith("-")]
+    known = [word_of(kind) for kind in get_args(Command)]
+    for name in command:
+        meant = suggestion(name, known) or ";"
+        require(name in known, "command", name, f"no such command{meant} the commands are {', '.join(known)}")
     try:
         if not {"--help-all", "--help", "-h"}.isdisjoint(own_words):
             is_brief = bool(command) and "--help-all" not in own_words

@@ -21,8 +21,9 @@ from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.storage.layout import EVENTS, JOURNAL, create_with_spec
 from triaccel_ray.service.storage.mirror import mirrored
 from triaccel_ray.service.storage.storage_path import StoragePath
+from triaccel_ray.service.tracking.shipment import ParentRun
 from triaccel_ray.service.tracking.shipment_state import read_shipment_state
-from triaccel_ray.service.tracking.shipper import ParentRun, Shipper
+from triaccel_ray.service.tracking.shipper import Shipper
 from triaccel_ray.service.tracking.tracker import Tracker, sqlite_path
 from triaccel_ray.service.units import format_bytes
 

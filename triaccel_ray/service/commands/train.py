@@ -59,8 +59,8 @@ from triaccel_ray.service.storage.layout import (
     write_value,
 )
 from triaccel_ray.service.storage.mirror import mirrored, require_unused, upload
+from triaccel_ray.service.tracking.shipment import ParentRun
 from triaccel_ray.service.tracking.shipment_state import read_shipment_state
-from triaccel_ray.service.tracking.shipper import ParentRun
 from triaccel_ray.service.units import counted
 from triaccel_ray.trainables.task import Purpose
 

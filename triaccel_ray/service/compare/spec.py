@@ -31,8 +31,8 @@ class ComparisonSpec:
     ablation: bool = False
     """Add a table of ablations: FP32, dynamic-batch, dynamic-precision, dynamic-both, triaccel."""
     num_fixed: int = knob(0, "[0, inf)", option="fixed")
-    """Fixed settings to try on validation samples: pairs of precision and batch size. The best becomes a row.
-    Give as many as the search had trials."""
+    """Fixed settings to try on validation samples: pairs of precision and batch size. The best becomes the row
+    `best fixed`. Give as many as the search had trials."""
 
     def __post_init__(self) -> None:
         check_fields(self)

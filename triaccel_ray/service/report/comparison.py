@@ -48,7 +48,9 @@ def view_comparison(record: ComparisonRecord) -> View:
         subtitle = joined(f"{base.task}, {counted(spec.num_seeds, 'seed')}{deviation}", sharing_note(base))
         figure = metric_against_cost(series, base.goal, subtitle=subtitle, samples="test")
         pictures = [save(figure, folder / FIGURES / f"{base.goal.name}_against_cost.png")]
-    facts = {"seeds": f"{spec.num_seeds}, from 0"} | {label(name): METHODS[name] for name in spec.all_methods}
+    facts = {"seeds": f"{spec.num_seeds}, from 0"} | {
+        f"method {label(name)}": METHODS[name] for name in spec.all_methods
+    }
     return with_page(
         View(
             folder=folder,

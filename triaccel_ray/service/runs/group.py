@@ -61,8 +61,22 @@ _RAY_TRAIN = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process more, for notices that nothing here acts on
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a task's relative paths start at the command's folder
 }
+_LOST = (RayActorError, OutOfMemoryError)
+"""Ray's errors about a process that was lost, or that Ray has killed for want of memory."""
 _RANKS_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0"}
 """NVLink multicast stays off: where its service is missing, NCCL fails instead of doing without."""
+
+
+def ask(reference: Any) -> Any:
+    """Returns what the mailbox answers.
+
+    Raises:
+        LostRankError: it was lost, as a rule with the trial that owns it. Then Ray is about to end the ranks, too.
+    """
+    try:
+        return ray.get(reference)
+    except _LOST as error:
+        raise LostRankError(f"a process of the run was lost: {first_line(error)}") from error
 
 
 class Group:
@@ -83,7 +97,7 @@ class Group:
     @property
     def has_begun(self) -> bool:
         """Whether the run's log has been opened."""
-        has_begun: bool = ray.get(self._mailbox.has_begun.remote())
+        has_begun: bool = ask(self._mailbox.has_begun.remote())
         return has_begun
 
     def next_progress(self) -> Progress:
@@ -91,21 +105,24 @@ class Group:
 
         Raises:
             PreemptedError: processes were lost too often, without an epoch in between.
+            LostRankError: the mailbox was lost, or Ray Train's controller.
             Exception: what a rank has raised.
         """
-        progress: Progress | None = ray.get(self._mailbox.next.remote())
+        progress: Progress | None = ask(self._mailbox.next.remote())
         if progress is not None:
             return progress
         self._thread.join()
         error = self._error
         assert error is not None  # without one, the run has finished
         cause = error.controller_failure if isinstance(error, ControllerError) else error
+        if isinstance(cause, _LOST):
+            raise LostRankError(f"a process of the run was lost: {first_line(cause)}") from cause
         raise pickle.loads(cause.pickled) if isinstance(cause, RankFailedError) else cause
 
     def stop(self) -> None:
         """Has the ranks end before their next epoch."""
-        with contextlib.suppress(RayActorError):  # the mailbox is lost, so the ranks end by themselves
-            ray.get(self._mailbox.stop.remote())
+        with contextlib.suppress(LostRankError):  # without the mailbox, the ranks end by themselves
+            ask(self._mailbox.stop.remote())
 
     def close(self) -> None:
         """Returns when the ranks are gone. If they do not end, this process does, and Ray ends what it has started."""
@@ -120,8 +137,8 @@ class Group:
                 trainer(train, gpu_range, EndOnFailure(self._mailbox), folder, on_gpus=on_gpus).fit()
         except Exception as error:  # raised by `next_progress`, in the trial's own thread
             self._error = error
-        with contextlib.suppress(RayActorError):
-            ray.get(self._mailbox.end.remote())
+        with contextlib.suppress(LostRankError):
+            ask(self._mailbox.end.remote())
 
 
 def trainer(
@@ -261,10 +278,10 @@ def _train(spec: RunSpec, place: StoragePath, shared: SharedSplits | None, mailb
         try:
             worker.resume()
             folder.push_soon()
-            while not worker.ranks.any(leads and not _answer(mailbox.may_train.remote())):
+            while not worker.ranks.any(leads and not ask(mailbox.may_train.remote())):
                 progress = worker.train_epoch(folder)
                 if leads:
-                    _answer(mailbox.report.remote(progress))
+                    ask(mailbox.report.remote(progress))
                 if progress.finished:
                     return
             worker.stop()
@@ -274,18 +291,6 @@ def _train(spec: RunSpec, place: StoragePath, shared: SharedSplits | None, mailb
             if leads and worker.has_begun:
                 worker.fail(error)  # here: the store may be away, and the folder is this machine's
             raise
-
-
-def _answer(reference: Any) -> Any:
-    """Returns what the mailbox answers.
-
-    Raises:
-        LostRankError: it was lost, as a rule with the trial that owns it. Then Ray is about to end the ranks, too.
-    """
-    try:
-        return ray.get(reference)
-    except (RayActorError, OutOfMemoryError) as error:
-        raise LostRankError(f"the trial of the run was lost: {first_line(error)}") from error
 
 
 class Follower(Worker):

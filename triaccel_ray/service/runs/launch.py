@@ -16,12 +16,13 @@ from typing import Any
 
 import ray
 from ray import tune
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError
+from ray.exceptions import RayActorError, RayError
 from ray.tune.execution import class_cache
 from ray.tune.experiment import Trial
 
 from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
+from triaccel_ray.distributed.ranks import LostRankError
 from triaccel_ray.records.events import End, LogError, TakenOverError
 from triaccel_ray.service.cluster.cluster import environment_variables
 from triaccel_ray.service.failures import (
@@ -136,7 +137,7 @@ def fit(
 
 def _last_result(context: TrialContext, trial: Trial) -> Mapping[str, Any]:
     """Returns a trial's last result, and ends the log of one that Tune gave up; raises as `fit`."""
-    result: dict[str, Any] = trial.last_result
+    result: dict[str, Any] = trial.last_result or {}
     cause = result.get("unfinished", "")
     if cause in _STOPS_ALL_TRIALS:
         raise _STOPS_ALL_TRIALS[cause](result["message"])
@@ -178,13 +179,16 @@ def cpus_of_a_run(num_gpus: float) -> int:
 
 
 class _BegunTrials(tune.Callback):
-    """The trials that have begun, by name."""
+    """The trials that have begun, by name; at the end also those whose process never started."""
 
     def __init__(self) -> None:
         self.trials: dict[str, Trial] = {}
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self.trials[trial.config[NAME_KEY]] = trial
+
+    def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
+        self.trials = {trial.config[NAME_KEY]: trial for trial in trials}
 
 
 class _StopAllTrials(tune.Stopper):  # no part of the callback: Tune pickles it with its own state
@@ -219,7 +223,7 @@ def _run_error(place: StoragePath, last: Mapping[str, Any]) -> Exception | None:
 def _without_ray_wrapper(error: Any) -> Exception:
     """Returns the exception that made Tune give up a trial, without Ray's wrapper."""
     cause = getattr(error, "cause", error)
-    if isinstance(cause, RayActorError | OutOfMemoryError):
+    if isinstance(cause, RayActorError | LostRankError):
         return PreemptedError(f"its process was lost {MAX_LOSSES + 1} times, the last time so: {first_line(cause)}")
     return cause if isinstance(cause, Exception) else RuntimeError(str(cause))
 

@@ -224,6 +224,8 @@ class RunLog:
             if self._damage:
                 shutil.copyfile(path, self._folder / DAMAGED)
             EventLog(path, keep=len(self._before) if self._damage else None).close()
+        if not self._damage:
+            self._before = list(read_events(path))  # again: the other process may have written more until now
 
     def keep_replaced(self) -> bool:
         """Copies the log to REPLACED if it holds epochs, before its run starts over; returns whether it did."""

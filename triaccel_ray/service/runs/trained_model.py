@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,10 @@ class TrainedModel:
 
 
 def is_better(epoch: Epoch, earlier: Epoch, goal: Goal) -> bool:
-    """Returns whether `epoch` has a better validation metric than `earlier`; an equal one is not better."""
+    """Returns whether `epoch` has a better validation metric than `earlier`; an equal one, or NaN, is not better."""
     value, best = epoch.held_out(goal), earlier.held_out(goal)
     assert value is not None
     assert best is not None  # a run that keeps the best epoch validates after each
+    if math.isnan(best):
+        return not math.isnan(value)
     return value > best if goal.maximize else value < best

@@ -13,8 +13,8 @@ from typing import Any
 
 import ray
 from ray import tune
-from ray.exceptions import OutOfMemoryError, RayActorError
 
+from triaccel_ray.distributed.ranks import LostRankError
 from triaccel_ray.measure.score import quality
 from triaccel_ray.records.events import End, LogError, TakenOverError
 from triaccel_ray.service.failures import (
@@ -102,8 +102,8 @@ class RunTrial(tune.Trainable):
                 self._folder.open()
                 self._unreported = deque(self._results_in_log(self._folder.path))
             return self._unreported.popleft() if self._unreported else self._train()
-        except (StoreError, RayActorError, OutOfMemoryError):  # the last two: Ray has lost or killed the mailbox
-            raise  # Tune retries it on any machine with room: the run itself is fine
+        except (StoreError, LostRankError):  # Tune retries it on any machine with room: the run itself is fine
+            raise
         except Exception as error:
             try:
                 return self._failure(error)

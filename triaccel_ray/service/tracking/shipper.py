@@ -17,8 +17,7 @@ from pathlib import Path
 
 from triaccel_ray.service.failures import is_disk_full
 from triaccel_ray.service.storage.layout import EVENTS
-from triaccel_ray.service.tracking.shipment import ParentRun as ParentRun
-from triaccel_ray.service.tracking.shipment import Shipment
+from triaccel_ray.service.tracking.shipment import ParentRun, Shipment
 from triaccel_ray.service.tracking.tracker import Tracker, TrackingUnavailableError
 
 MAX_PAUSE_S = 60.0
