@@ -252,7 +252,7 @@ def test_a_store_out_of_reach_loses_nothing(machines: Machines, spec: RunSpec) -
     wait_until((machines.kept / CHECKPOINT).exists)
     with machines.unreachable():
         trial.step()
-        here_it_is = f"it is in {machines.place.parent.folder} on this machine"
+        here_it_is = f"it is in {here.path} on this machine"
         with pytest.raises(StoreError, match=rf"not everything of file://.*/run is in the store \(.*{here_it_is}"):
             trial.step()
         trial.cleanup()

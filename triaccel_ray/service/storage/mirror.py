@@ -75,12 +75,12 @@ def mirrored(place: StoragePath) -> Iterator[None]:
                 background.stop(5.0)
             if cause_of(error) != "taken_over":
                 try:  # briefly: the user is waiting for the error message
-                    with naming_local_copy(place):
+                    with naming_local_copy(place, StoragePath(place.storage).folder):
                         retry(sync_all, 5.0)
                 except (StoreError, DiskFullError) as failure:
                     _logger.warning("%s", failure)
             raise
-        with naming_local_copy(place):
+        with naming_local_copy(place, StoragePath(place.storage).folder):
             background.stop()
             retry(sync_all)
 

@@ -65,7 +65,7 @@ class TrainingFolder:
         """
         pushing, self._pushing = self._pushing, None
         if pushing is not None:
-            with naming_local_copy(self._place):
+            with naming_local_copy(self._place, self.path):
                 pushing.stop()
                 retry(self.push)
 
@@ -138,12 +138,12 @@ def retry(work: Callable[[], object], at_most_s: float = math.inf) -> None:
 
 
 @contextlib.contextmanager
-def naming_local_copy(place: StoragePath) -> Iterator[None]:
-    """Extends a StoreError of the body: says where the files are on this machine, and which command uploads them."""
+def naming_local_copy(place: StoragePath, folder: Path) -> Iterator[None]:
+    """Extends a StoreError of the body: says that the files are in `folder`, and which command uploads them."""
     try:
         yield
     except StoreError as error:
-        whole, folder = place.name.partition("/")[0], StoragePath(place.storage).folder  # for a trial, its search
+        whole = place.name.partition("/")[0]  # for a trial, its search
         command = shlex.join(["triaccel", "resume", whole, "--storage-path", place.storage])
         raise StoreError(
             f"not everything of {place} is in the store ({error}). Nothing is lost: it is in {folder} on this "
