@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.any_model import Samples, optimizer_of
 from benchmarks.processes import has_gpus, parser_of, print_all, run_apart
-from benchmarks.workloads import NUM_SAMPLES, SIZES, workload_of
+from benchmarks.workloads import NUM_SAMPLES, SIZES, TIMM_BATCH_SIZE, model_name, workload_of
 from triaccel_ray import (
     BatchConfig,
     ControlConfig,
@@ -44,7 +44,7 @@ LONG_EPOCHS = 10_000.0
 def run(args: argparse.Namespace, budget_mib: int | None) -> dict[str, Any]:
     """Trains one model under a budget in MiB, None for the whole device, and returns the measurements."""
     use_lean_memory(torch.device("cuda"))
-    size = args.batch_size or SIZES[args.model]
+    size = args.batch_size or SIZES.get(args.model, TIMM_BATCH_SIZE)
     workload = workload_of(
         args.model, num_samples=size * -(-NUM_SAMPLES.get(args.model, 4096) // size)
     )  # whole batches
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace, budget_mib: int | None) -> dict[str, Any]:
 def main() -> int:
     """Prints a line for each budget; returns 1 if a run failed or exceeded its budget."""
     parser = parser_of(__doc__)
-    parser.add_argument("--model", default="resnet152", choices=SIZES)
+    parser.add_argument("--model", default="resnet152", type=model_name, help="of any_model, or timm:NAME")
     parser.add_argument("--batch-size", type=int, help="samples in a batch (default: that of any_model)")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.75, 0.5, 0.4])
     parser.add_argument("--sweep", type=int, default=0, help="number of budgets in place of --budgets")

@@ -23,6 +23,7 @@ from triaccel_ray.service.compare.spec import ABLATION, ComparisonSpec
 from triaccel_ray.service.report.comparison import (
     comparison_tables,
     differences_table,
+    label,
     paired_differences,
     readings_table,
     values_table,
@@ -223,6 +224,17 @@ def test_a_fast_method_that_learns_too_little_is_not_recommended(tmp_path: Path,
     assert any(isinstance(part, str) and part.startswith(advice) for part in view_comparison(alone).parts)
 
 
+def test_a_method_is_within_the_margin_by_the_seeds_that_amp_has_finished(tmp_path: Path, log: Path) -> None:
+    record = record_of(comparison(("amp", "triaccel"), num_seeds=2), tmp_path, log)
+    runs = {}
+    for name, run in record.runs.items():
+        assert run.end is not None
+        accuracy = {"accuracy": 70.0 + 20.0 * run.spec.seed}  # a hard and an easy seed
+        runs[name] = replace(run, end=replace(run.end, results={**run.end.results, **accuracy}))
+    del runs["amp-seed0"]
+    assert view_comparison(replace(record, runs=runs)).command.endswith("triaccel-seed0")
+
+
 def test_differences_to_amp_are_paired_with_intervals_corrected_for_three_rows() -> None:
     amp = results("amp", 90.0, 91.0, 92.0)
     better = results("triaccel", 91.0, 93.0, 95.0, score=(1e6, 1e6, 1e6))  # differences 1, 2, 3
@@ -310,6 +322,9 @@ def test_a_comparison_is_shown_and_written_as_a_page(
         assert "fp32-seed0 is missing: it was asked for and has not begun\ntriaccel-seed2 is missing" in shown
     assert page.count("data:image/png;base64") == 1
     assert f"triaccel compare --from {tmp_path}" in page
+    assert (
+        f"<td>method</td><td>{', '.join(map(label, spec.all_methods))}</td>" in page
+    )  # not that of the shared settings
 
 
 def test_a_comparison_that_has_just_begun_can_be_looked_at(tmp_path: Path) -> None:

@@ -48,9 +48,9 @@ def view_comparison(record: ComparisonRecord) -> View:
         subtitle = joined(f"{base.task}, {counted(spec.num_seeds, 'seed')}{deviation}", sharing_note(base))
         figure = metric_against_cost(series, base.goal, subtitle=subtitle, samples="test")
         pictures = [save(figure, folder / FIGURES / f"{base.goal.name}_against_cost.png")]
-    facts = {"seeds": f"{spec.num_seeds}, from 0"} | {
-        f"method {label(name)}": METHODS[name] for name in spec.all_methods
-    }
+    methods = [label(name) for name in spec.all_methods]
+    facts = {"seed": f"{spec.num_seeds}, from 0", "method": ", ".join(methods)}  # in place of those of the shared spec
+    facts |= {f"method {label(name)}": METHODS[name] for name in spec.all_methods}
     return with_page(
         View(
             folder=folder,
@@ -78,15 +78,25 @@ def _advice(record: ComparisonRecord) -> tuple[str, str]:
     """
     results = {method: record.results(method) for method in record.spec.table_1}
     num_finished, goal = sum(bool(each.by_seed) for each in results.values()), record.spec.base.goal
-    amp = results[REFERENCE].mean(goal.name) if REFERENCE in results else math.nan
-    objective = Objective(goal=goal, reference=() if math.isnan(amp) else (amp,))
-    margin = f"within {objective.margin_text} of the {goal.words} of AMP"
-    among = margin if objective.reference else "though AMP has no result to measure it by"
-    best = best_of({name: each for name, each in results.items() if not objective.shortfall(1, each.mean(goal.name))})
+    amp = results[REFERENCE].values(goal.name) if REFERENCE in results else {}
+    margin = f"within {Objective(goal=goal).margin_text} of the {goal.words} of AMP"
+    among = margin if amp else "though AMP has no result to measure it by"
+    best = best_of(
+        {name: each for name, each in results.items() if _is_within_margin(each.values(goal.name), amp, goal)}
+    )
     if not best or num_finished < min(2, len(results)):
         return "", ""
     command = command_for("run --from", record.folder / f"{best}-seed{min(results[best].by_seed)}")
     return f"to train with {label(best)}, which has the best score, {among}:\n{command}", command
+
+
+def _is_within_margin(values: Mapping[int, float], amp: Mapping[int, float], goal: Goal) -> bool:
+    """Returns whether a method's metric is within the margin of AMP's, by the seeds that both have, if any."""
+    seeds = values.keys() & amp.keys()
+    if not seeds:
+        return True
+    mean, reference = (statistics.fmean(each[seed] for seed in seeds) for each in (values, amp))
+    return not Objective(goal=goal, reference=(reference,)).shortfall(epoch=1, metric=mean)
 
 
 def _results(record: ComparisonRecord, methods: Iterable[str]) -> dict[str, MethodResults]:

@@ -76,7 +76,11 @@ def ask(reference: Any) -> Any:
     try:
         return ray.get(reference)
     except _LOST as error:
-        raise LostRankError(f"a process of the run was lost: {first_line(error)}") from error
+        raise _lost(error) from error
+
+
+def _lost(error: Exception) -> LostRankError:
+    return LostRankError(f"a process of the run was lost: {first_line(error)}")
 
 
 class Group:
@@ -116,7 +120,7 @@ class Group:
         assert error is not None  # without one, the run has finished
         cause = error.controller_failure if isinstance(error, ControllerError) else error
         if isinstance(cause, _LOST):
-            raise LostRankError(f"a process of the run was lost: {first_line(cause)}") from cause
+            raise _lost(cause) from cause
         raise pickle.loads(cause.pickled) if isinstance(cause, RankFailedError) else cause
 
     def stop(self) -> None:
